@@ -1,0 +1,67 @@
+# `make demo` and `make test` work from a bare clone. Stamps in .venv say what is installed there.
+SHELL := /bin/bash
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+PYTHON ?= python3
+# A CPU build where torch's own index is reached: make test TORCH=torch==2.13.0+cpu PIP_ARGS='--extra-index-url URL'
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+CODE := llminfer tests $(wildcard tools examples benchmarks)
+
+.PHONY: help demo test check parity readme docs lab clean
+help:
+	@echo "make demo    answer a question with the demo model (installs the base packages once)"
+	@echo "make test    all tests, notebooks included (installs the dev packages once)"
+	@echo "make check   ruff and mypy over library and tests"
+	@echo "make parity  the long comparison with transformers (about 12 minutes, resumable)"
+	@echo "make readme  README.md from nbs/index.ipynb"
+	@echo "make docs    the site, into _docs"
+	@echo "make lab     JupyterLab on the notebooks"
+	@echo "make clean   remove what was built (not .venv)"
+
+.venv/.base: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "llminfer needs Python 3.11 or newer, %s is %s: make PYTHON=python3.12 ..." % (sys.executable, sys.version.split()[0]))'
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q $(PIP_ARGS) '$(TORCH)'
+	.venv/bin/python -m pip install -q $(PIP_ARGS) -e .
+	@touch $@
+
+.venv/.dev: .venv/.base
+	.venv/bin/python -m pip install -q $(PIP_ARGS) '$(TORCH)' -e '.[dev]'
+	@touch $@
+
+.venv/.model: | .venv/.base
+	llminfer pull demo
+	@touch $@
+
+.venv/.lab: .venv/.dev
+	.venv/bin/python -m pip install -q $(PIP_ARGS) '$(TORCH)' -e '.[viz]' jupyterlab
+	@touch $@
+
+demo: .venv/.base .venv/.model
+	python examples/demo.py
+
+test: .venv/.dev .venv/.model
+	OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal -q $(PYTEST_ARGS)
+
+check: .venv/.dev
+	ruff check $(CODE)
+	mypy
+
+parity: .venv/.dev .venv/.model
+	python benchmarks/parity.py
+
+readme: .venv/.dev
+	python tools/readme.py
+
+docs: .venv/.dev
+	python tools/docs.py
+
+lab: .venv/.lab
+	jupyter lab nbs
+
+clean:
+	rm -rf _proc _docs _site build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache *.egg-info nbs/sidebar.yml
+	find llminfer tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

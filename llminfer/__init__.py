@@ -1,0 +1,26 @@
+"""A book that you can import: an LLM inference engine, built notebook by notebook."""
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import CacheConfig, EngineConfig, QuantConfig
+    from .engine import InferenceEngine
+    from .request import GenerationRequest, GenerationResult
+
+__version__ = "0.1.0"
+
+# Where each public name lives. A module is imported when one of its names is first used, so `import llminfer` loads no torch.
+_HOMES = {
+    "InferenceEngine": "engine",
+    "EngineConfig": "config", "QuantConfig": "config", "CacheConfig": "config",
+    "GenerationRequest": "request", "GenerationResult": "request",
+}
+
+__all__ = ["CacheConfig", "EngineConfig", "GenerationRequest", "GenerationResult", "InferenceEngine", "QuantConfig"]
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES: raise AttributeError(f"module 'llminfer' has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return value
+
+def __dir__() -> list[str]: return sorted(set(globals()) | set(__all__))
