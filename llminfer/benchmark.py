@@ -25,7 +25,7 @@ def greedy_gaps(
     "How far each output token is below the oracle's best at its place; 0 means it is the best."
     if not len(output): return np.zeros(0)
     rows = logits([*prompt, *output[:-1]])[len(prompt) - 1:].double()
-    chosen = rows.gather(1, torch.tensor(output)[:, None])[:, 0]
+    chosen = rows.gather(1, torch.tensor(output, device=rows.device)[:, None])[:, 0]
     return (rows.max(1).values - chosen).cpu().numpy()
 
 # %% ../nbs/26_benchmark.ipynb #da6ee52f

@@ -173,7 +173,9 @@ class Ticket(Protocol):
 
 class Runner(Protocol):
     "Carries out plans. `launch` never blocks and never reads the device."
+    wants_idle: bool      # has work (a step to capture) that needs a device with nothing in flight
     def launch(self, plan: Plan) -> Ticket: ...
+    def idle(self) -> None: ...
 
 class CacheFullError(RequestError):
     "A request that could never fit the KV pool, however long it waited."

@@ -19,7 +19,8 @@ from .tracing import fault_point
 
 # %% auto #0
 __all__ = ['ROW_FIELDS', 'DecodeState', 'state_html', 'flat_put', 'apply_rows', 'advance', 'Ring', 'RunnerTicket', 'make_harvest',
-           'TorchRunner', 'decode_window', 'decode_step', 'prefill_step', 'prompt_logprobs', 'copy_ring', 'NoSync']
+           'TorchProgram', 'TorchRunner', 'set_quotas', 'decode_window', 'decode_step', 'prefill_step',
+           'prompt_logprobs', 'copy_ring', 'NoSync']
 
 # %% ../nbs/12_runner.ipynb #94f3f793
 ROW_FIELDS = ("token", "len", "limit", "quota", "status", "generation")
@@ -109,9 +110,14 @@ def advance(st: DecodeState, sampler: SamplerState,
 # %% ../nbs/12_runner.ipynb #80c79fad
 class Ring:
     "Ring of steps: words [S, R + 1] of int64, and side arrays for log probabilities."
-    def __init__(self, n_steps: int, max_rows: int, device: torch.device, n_top: int = 20):
+    def __init__(self, n_steps: int, max_rows: int, device: torch.device,
+        pinned: bool = False, # words live in the host's memory and the device writes them there: needs a program that can
+        n_top: int = 20,      # most log probabilities a token
+    ):
         self.n_steps, self.max_rows, self.device, self.n_top = n_steps, max_rows, device, n_top
-        self.words = torch.zeros(n_steps, max_rows + 1, dtype=torch.int64, device=device)
+        self.pinned = pinned and device.type == "cuda"
+        place: dict[str, Any] = {"pin_memory": True} if self.pinned else {"device": device}
+        self.words = torch.zeros(n_steps, max_rows + 1, dtype=torch.int64, **place)
         self.side: list[Tensor] | None = None     # chosen, rank, top ids, top values
 
     def write(self, st: DecodeState, rows: Tensor, out: Sampled, status: Tensor, emit: Tensor) -> None:
@@ -120,14 +126,16 @@ class Ring:
         tag = st.step % TAG_MASK + 1
         words = pack_word(out.tokens, tag, status, emit.to(torch.int64), st.generation.index_select(0, rows))
         self.words.index_put_((slot, rows), words)
-        if out.chosen_logprob is not None: self.write_side(slot, rows, [out.chosen_logprob, out.rank, out.top_ids, out.top_logprobs])  # type: ignore[list-item]
+        if out.chosen_logprob is not None:
+            self.write_side(slot, rows, [out.chosen_logprob, out.rank, out.top_ids, out.top_logprobs])  # type: ignore[list-item]
         st.step += 1
 
     def write_side(self, slot: Tensor, rows: Tensor, values: list[Tensor]) -> None:
         "Write the log probabilities of this step: chosen [B], rank [B], top ids [B, n], their values [B, n]."
         if self.side is None:
             widths = ((), (), (self.n_top,), (self.n_top,))
-            self.side = [torch.zeros(self.n_steps, self.max_rows + 1, *w, dtype=v.dtype, device=self.device) for v, w in zip(values, widths)]
+            shape = (self.n_steps, self.max_rows + 1)
+            self.side = [torch.zeros(*shape, *w, dtype=v.dtype, device=self.device) for v, w in zip(values, widths)]
         for dst, v in zip(self.side, values):
             (dst if v.ndim == 1 else dst[..., :v.shape[1]]).index_put_((slot, rows), v)
 
@@ -159,15 +167,15 @@ class RunnerTicket:
         return self.host.numpy() if self.host is not None else self.ring.words.numpy()[slots]
 
     def harvest(self, timeout: float | None = None) -> Harvest:
-        "Steps that have arrived since the last call; waits up to `timeout` seconds (None: for the whole window)."
+        "Steps that have arrived since the last call; waits up to `timeout` seconds for at least one (None: for the whole window)."
         fault_point("ticket.harvest", window_id=self.window_id)
         end = None if timeout is None else time.perf_counter() + timeout
+        total = len(self.row_sets) if self.reveal is None else min(len(self.row_sets), self.seen + self.reveal)
         if self.event is not None and timeout is None: self.event.synchronize()
         while True:
             words = self.words()
-            n = self.arrived(words)
-            if self.reveal is not None: n = min(n, self.seen + self.reveal)
-            if n > self.seen or n == len(self.row_sets) or (end is not None and time.perf_counter() >= end): break
+            n = min(self.arrived(words), total)
+            if n == total or (end is not None and (n > self.seen or time.perf_counter() >= end)): break
             time.sleep(2e-5)
         lo, self.seen = self.seen, n
         return make_harvest(self, words, lo, n)
@@ -188,21 +196,67 @@ def make_harvest(t: RunnerTicket, words: np.ndarray, lo: int, hi: int) -> Harves
     if done: h.prompt_logprobs = {row: tuple(a.cpu().numpy() for a in arrays) for row, arrays in t.prompt.items()}  # type: ignore[misc]
     return h
 
+# %% ../nbs/12_runner.ipynb #0eac08e1
+class TorchProgram:
+    "A step by the model's own forward over a paged attention; any device, any dtype."
+    name = "torch"
+    plan_free = False      # the length of the longest row is read on the device, `nb` is not used
+    writes_host = False    # `finish` can write ring words into pinned host memory
+    def __init__(self, model: Any, attention: PagedAttention):
+        self.model, self.attention, self.head = model, attention, model.head
+
+    def decode(self, st: DecodeState,
+        ids: Tensor,        # [B] int64, the token that each place feeds
+        rows: Tensor,       # [B] int64; a row may come several times, with different positions
+        positions: Tensor,  # [B] int64
+        act: Tensor,        # [B] bool: others write nothing and give zeros
+        nb: int,            # blocks that the longest row may need
+    ) -> Tensor: # [B, D]
+        "Hidden states of one token a place; each attends to its row's positions up to its own."
+        meta = self.attention.decode_meta(st.table.index_select(0, rows)[:, :nb], positions, act)
+        return self.model.forward(ids, positions, partial(_attend, self.attention.decode, meta))
+
+    def prefill(self, st: DecodeState,
+        ids: Tensor,        # [T] int64, chunks one after the other
+        rows: Tensor,       # [n] int64, row of each chunk
+        positions: Tensor,  # [T] int64
+        starts: list[int],  # [n] first position of each chunk
+        lengths: list[int], # [n]
+    ) -> Tensor: # [T, D]
+        "Hidden states of packed chunks of prompts."
+        nb = -(-max(s + n for s, n in zip(starts, lengths)) // st.block_size)
+        meta = self.attention.prefill_meta(st.table.index_select(0, rows)[:, :nb], starts, lengths)
+        return self.model.forward(ids, positions, partial(_attend, self.attention.prefill, meta))
+
+    def finish(self, st: DecodeState, sampler: SamplerState, ring: Ring,
+        logits: Tensor,   # [B, V]
+        rows: Tensor,     # [B] int64, each row once (padding aside)
+        n_total: Tensor,  # [B] int64: tokens before the one that is drawn
+        act: Tensor,      # [B] bool
+        variant: Variant,
+    ) -> None:
+        "Draw a token a place, decide the ends, write the ring: the tail of every step."
+        out = sampler.sample(logits, rows, n_total, st.history, variant)
+        status, emit = advance(st, sampler, rows, out, n_total, act)
+        ring.write(st, rows, out, status, emit)
+
+def _attend(fn: Callable[..., Tensor], meta: Any, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: return fn(layer, q, k, v, meta)
+
 # %% ../nbs/12_runner.ipynb #ddaa9c63
 class TorchRunner:
     "Runs plans with torch operations; the same code on CPU and GPU."
-    def __init__(self, model: Any, kv: KVPool, attention: PagedAttention, *,
+    def __init__(self, model: Any, kv: KVPool, program: Any, *,
         max_rows: int,             # R
         max_model_len: int,        # tokens
         window_steps: int = 8,     # largest K it will be asked for
         max_in_flight: int = 2,    # tickets
         reveal: int | None = None, # tests: steps a harvest shows at most
     ):
-        self.model, self.kv, self.attention, self.reveal = model, kv, attention, reveal
+        self.model, self.kv, self.program, self.reveal = model, kv, program, reveal
         self.device = torch.device(model.device)
         self.state = DecodeState(max_rows, max_model_len, kv.block_size, self.device)
         self.sampler = SamplerState(max_rows + 1, model.config.vocab_size, self.device, model.dtype)
-        self.ring = Ring((max_in_flight + 1) * (window_steps + 1), max_rows, self.device)
+        self.ring = Ring((max_in_flight + 1) * (window_steps + 1), max_rows, self.device, pinned=program.writes_host)
         self.n_steps = 0           # launched so far: the host's copy of state.step
 
     @torch.inference_mode()
@@ -213,41 +267,43 @@ class TorchRunner:
         self.n_steps += plan.n_steps
         try:
             apply_rows(self.state, self.sampler, plan)
-            if plan.prefill: prefill_step(self, plan, t)
+            if plan.prefill: self.prefill(plan, t)
             if plan.copies:
                 src, dst = self.state.put(np.array(plan.copies, np.int64).T).unbind(0)
                 self.kv.copy_blocks(src, dst)
-            if plan.K: decode_window(self, plan, t)
+            if plan.K: self.window(plan, t)
         except BaseException:
             self.state.step.fill_(self.n_steps)   # a launch that failed half-way leaves the tags in step
             raise
-        if self.device.type == "cuda": copy_ring(self, t)
+        if self.ring.words.is_cuda: copy_ring(self, t)
         return t
 
-# %% ../nbs/12_runner.ipynb #e279ee37
+    wants_idle = False     # it has something to do that needs an idle device
+    def idle(self) -> None: "Do it; called when no window is in flight."
+    def prefill(self, plan: Plan, t: RunnerTicket) -> None: prefill_step(self, plan, t)
+    def window(self, plan: Plan, t: RunnerTicket) -> None: decode_window(self, plan, t)
+
+# %% ../nbs/12_runner.ipynb #02b46489
+def set_quotas(r: TorchRunner, plan: Plan, rows: Tensor) -> None:
+    "How many steps each row may take in this window."
+    quotas = np.full(len(plan.rows), plan.K) if plan.quotas is None else plan.quotas
+    r.state.quota.index_copy_(0, rows, r.state.put(quotas.astype(np.int64)))
+
 def decode_window(r: TorchRunner, plan: Plan, t: RunnerTicket) -> None:
     "K decode steps over `plan.rows`."
-    st = r.state
-    rows = st.put(plan.rows.astype(np.int64))
-    quotas = np.full(len(plan.rows), plan.K) if plan.quotas is None else plan.quotas
-    st.quota.index_copy_(0, rows, st.put(quotas.astype(np.int64)))
-    tables = st.table.index_select(0, rows)[:, :-(-plan.max_len // st.block_size)]
+    rows = r.state.put(plan.rows.astype(np.int64))
+    set_quotas(r, plan, rows)
     for _ in range(plan.K):
-        decode_step(r, rows, tables, plan.variant)
+        decode_step(r, rows, -(-plan.max_len // r.state.block_size), plan.variant)
         t.row_sets.append(plan.rows)
         t.times.append(time.perf_counter())
 
-def decode_step(r: TorchRunner, rows: Tensor, tables: Tensor, variant: Variant) -> None:
+def decode_step(r: TorchRunner, rows: Tensor, nb: int, variant: Variant) -> None:
     "One step: feed each row's last token, draw the next, move on. Everything it reads and writes is on the device."
-    st = r.state
+    st, p = r.state, r.program
     pos, act = st.len.index_select(0, rows), st.live(rows)
-    meta = r.attention.decode_meta(tables, pos, act)
-    hidden = r.model.forward(st.token.index_select(0, rows), pos, partial(_attend, r.attention.decode, meta))
-    out = r.sampler.sample(r.model.head(hidden), rows, pos + 1, st.history, variant)
-    status, emit = advance(st, r.sampler, rows, out, pos + 1, act)
-    r.ring.write(st, rows, out, status, emit)
-
-def _attend(fn: Callable[..., Tensor], meta: Any, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: return fn(layer, q, k, v, meta)
+    hidden = p.decode(st, st.token.index_select(0, rows), rows, pos, act, nb)
+    p.finish(st, r.sampler, r.ring, p.head(hidden), rows, pos + 1, act, variant)
 
 # %% ../nbs/12_runner.ipynb #9cbe5008
 def prefill_step(r: TorchRunner, plan: Plan, t: RunnerTicket) -> None:
@@ -256,10 +312,8 @@ def prefill_step(r: TorchRunner, plan: Plan, t: RunnerTicket) -> None:
     ids = np.concatenate([c.ids for c in chunks]).astype(np.int64)
     positions = np.concatenate([np.arange(c.start, c.start + len(c.ids)) for c in chunks])
     starts, lengths = [c.start for c in chunks], [len(c.ids) for c in chunks]
-    nb = -(-max(s + n for s, n in zip(starts, lengths)) // st.block_size)
-    tables = st.table.index_select(0, st.put(np.array([c.row for c in chunks], np.int64)))[:, :nb]
-    meta = r.attention.prefill_meta(tables, starts, lengths)
-    hidden = r.model.forward(st.put(ids), st.put(positions), partial(_attend, r.attention.prefill, meta))
+    owners = st.put(np.array([c.row for c in chunks], np.int64))
+    hidden = r.program.prefill(st, st.put(ids), owners, st.put(positions), starts, lengths)
     ends = np.cumsum(lengths)
     for c, end in zip(chunks, ends):
         if c.prompt_logprobs >= 0: t.prompt[c.row] = prompt_logprobs(r, hidden[end - len(c.ids):end], c)
@@ -267,9 +321,8 @@ def prefill_step(r: TorchRunner, plan: Plan, t: RunnerTicket) -> None:
     if not draws: return
     rows_np, last, n_total = np.array(draws, np.int64).T
     rows, n = st.put(rows_np), st.put(n_total)
-    out = r.sampler.sample(r.model.head(hidden.index_select(0, st.put(last))), rows, n, st.history, plan.variant)
-    status, emit = advance(st, r.sampler, rows, out, n, torch.ones_like(rows, dtype=torch.bool))
-    r.ring.write(st, rows, out, status, emit)
+    logits = r.program.head(hidden.index_select(0, st.put(last)))
+    r.program.finish(st, r.sampler, r.ring, logits, rows, n, torch.ones_like(rows, dtype=torch.bool), plan.variant)
     t.row_sets.append(rows_np)
     t.times.append(time.perf_counter())
 
@@ -278,7 +331,7 @@ def prompt_logprobs(r: TorchRunner, hidden: Tensor, c: PrefillChunk, piece: int 
     n, targets = c.prompt_logprobs, np.append(c.ids[1:], c.next_id if c.next_id >= 0 else []).astype(np.int64)
     if not len(targets): return tuple(torch.zeros(s) for s in ((0,), (0,), (0, n), (0, n)))
     pieces = [slice(i, min(i + piece, len(targets))) for i in range(0, len(targets), piece)]
-    scores = [token_logprobs(r.model.head(hidden[p]), r.state.put(targets[p]), n) for p in pieces]
+    scores = [token_logprobs(r.program.head(hidden[p]), r.state.put(targets[p]), n) for p in pieces]
     return tuple(torch.cat(s) for s in zip(*scores))
 
 # %% ../nbs/12_runner.ipynb #f85d2780
@@ -293,14 +346,15 @@ def copy_ring(r: TorchRunner, t: RunnerTicket) -> None:
 # %% ../nbs/12_runner.ipynb #0a061abc
 class NoSync(TorchDispatchMode):
     "Raise on any operation that would make the host wait for the device: scalar reads, data-dependent shapes, copies to the host."
-    FORBIDDEN = {"_local_scalar_dense", "nonzero", "nonzero_numpy", "masked_select", "is_nonzero", "_unique2", "unique_dim", "unique_consecutive",
-                 "equal", "bincount", "repeat_interleave"}
+    FORBIDDEN = {"_local_scalar_dense", "nonzero", "nonzero_numpy", "masked_select", "is_nonzero", "_unique2", "unique_dim",
+                 "unique_consecutive", "equal", "bincount", "repeat_interleave"}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.split(".")[0]
         if name in self.FORBIDDEN: raise AssertionError(f"{name} reads the device inside a launch")
         if name in ("index", "index_put", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1]):
             raise AssertionError("a boolean index has a data-dependent shape")
-        if name in ("_to_copy", "copy_") and func(*args, **(kwargs or {})).device.type == "cpu" and args[name == "copy_"].device.type != "cpu":
+        out = func(*args, **(kwargs or {}))
+        if name in ("_to_copy", "copy_") and out.device.type == "cpu" and args[name == "copy_"].device.type != "cpu":
             raise AssertionError("a copy to the host inside a launch")
-        return func(*args, **(kwargs or {}))
+        return out

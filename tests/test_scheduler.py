@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools, random
 from collections import deque
 from dataclasses import replace
+from typing import Any
 import numpy as np
 import pytest
 from llminfer.batching import Scheduler, SchedulerConfig
@@ -35,29 +36,44 @@ class World:
         reveal = (lambda left: r.randrange(0, left + 1)) if r.random() < .5 else None
         self.s, self.dev = make(self.n_blocks, block, r.choice([1, 3, 8]), r.choice([1, 4, 8]), r.choice([7, 64, None]), r.choice([8, 32, 128]), D=D,
             cache=r.random() < .7, eviction=r.choice(["lru", "fifo", "none"]), reveal=reveal)
-        self.in_flight, self.tickets, self.now = r.choice([1, 2, 3]), deque(), 0.0
+        self.in_flight, self.now = r.choice([1, 2, 3]), 0.0
+        self.tickets: deque[Any] = deque()
         self.want: dict[int, list[int]] = {}
         self.got: dict[int, list[int]] = {}
         self.params: dict[int, SamplingParams] = {}
         self.ends: dict[int, SeqDelta] = {}
         self.scores: dict[int, int] = {}
         self.prompts = [[r.randrange(VOCAB) for _ in range(r.randrange(1, 60))] for _ in range(6)]
-        self.next_id = 0
-        self.failed = 0
+        self.texts: dict[int, list[int]] = {}                       # prompts
+        self.next_id, self.backlog = 0, r.choice([6, 30])
+        self.watch()
+
+    def watch(self) -> None:
+        "Only settled rows are preempted, and never the oldest."
+        preempt = self.s._preempt
+        def checked(q):
+            assert self.s._settled(q) and q.n == q.launched or not q.live, "preempted with tokens in flight"
+            assert self.s._settled(q) and q is not self.s.running[0]
+            preempt(q)
+        self.s._preempt = checked
 
     def submit(self) -> None:
         r = self.rng
         ids = list(r.choice(self.prompts))[:r.randrange(1, 60)] + [r.randrange(VOCAB) for _ in range(r.choice([0, 0, 1, 5]))]
+        said = [i for i, got in self.got.items() if got and len(got) + len(self.texts[i]) < MAX_LEN - 1]
+        if said and r.random() < .5:                                # the next turn of a chat
+            i = r.choice(said[-10:])
+            ids = (self.texts[i] + self.got[i] + ids[:r.randrange(1, 4)])[:MAX_LEN - 1]
         stops = tuple(r.sample(range(VOCAB), r.choice([0, 0, 2])))
-        p = SamplingParams(temperature=r.choice([0.0, 1.0]), max_tokens=r.choice([0, 1, 5, 40, 1000]), stop_ids=stops, eos_ids=stops[:1], min_tokens=r.choice([0, 0, 6]),
+        p = SamplingParams(temperature=r.choice([0.0, 1.0]), max_tokens=r.choice([0, 1, 5, 9, 40, 1000]), stop_ids=stops, eos_ids=stops[:1], min_tokens=r.choice([0, 0, 6]),
             logprobs=r.choice([-1, -1, 3]), prompt_logprobs=r.choice([-1, -1, 2]), seed=1)
         group = [replace(p, child=c) for c in range(r.choice([1, 1, 1, 2, 5]))]
         seq_ids = list(range(self.next_id, self.next_id + len(group)))
         self.next_id += len(group)
-        self.s.add_group(seq_ids, np.array(ids), group, key=r.choice([b"", b"", b"x"]), priority=r.choice([0, 0, 0, 1]), arrival=self.now, defer_register=r.random() < .3,
+        self.s.add_group(seq_ids, np.array(ids), group, key=r.choice([b"", b"", b"", b"x"]), priority=r.choice([0, 0, 0, 1]), arrival=self.now, defer_register=r.random() < .3,
             deadline=self.now + r.randrange(1, 200) if r.random() < .05 else None)
         for i, q in zip(seq_ids, group):
-            self.want[i], self.got[i], self.params[i] = scripted_text(ids, q, MAX_LEN, VOCAB), [], q
+            self.want[i], self.got[i], self.params[i], self.texts[i] = scripted_text(ids, q, MAX_LEN, VOCAB), [], q, list(ids)
         if p.prompt_logprobs >= 0: self.scores[seq_ids[0]] = len(ids)
 
     def take(self, deltas: list[SeqDelta]) -> None:
@@ -87,9 +103,7 @@ class World:
             assert self.tickets or self.s._deltas or not self.s.has_work, "stuck"
             return
         if self.rng.random() < .002:
-            lost = self.s.fail(plan, "injected")
-            self.failed += len(lost)
-            return self.take(lost)
+            return self.take(self.s.fail(plan, "injected"))
         self.tickets.append(self.dev.launch(plan))
 
     def harvest(self) -> None:
@@ -112,7 +126,7 @@ class World:
 
     def act(self) -> None:
         x = self.rng.random()
-        if x < .2 and len(self.want) - len(self.ends) < 30: self.submit()
+        if x < .2 and len(self.want) - len(self.ends) < self.backlog: self.submit()
         elif x < .24: self.abort()
         elif x < .62: self.launch()
         else: self.harvest()
@@ -204,6 +218,7 @@ def test_B13_whole_prompt_cached():
 def test_B17_random_events_on_64_blocks():
     w = World(17)
     w.s, w.dev = make(64, 4, rows=8, K=4, budget=32)
+    w.watch()
     w.n_blocks = 64
     for _ in range(1000): w.act()
     w.finish()
@@ -280,6 +295,12 @@ def test_kills_and_reuse_of_a_row():
     assert s.plan() is None and s.pool.n_draining == 0
     idle(s)
 
+def test_nothing_is_said_after_the_end():
+    s, dev = make()
+    s.add(0, [5], greedy(9, prompt_logprobs=1)); s.add(1, [5], greedy(9), deadline=1.0)
+    assert s.abort(0).finish_reason == "abort" and s.plan(2.0) is None
+    assert [(d.seq_id, d.finish_reason) for d in s.drain_deltas()] == [(1, "abort")] and not s.has_work
+
 def test_stop_string_cut_keeps_the_overshoot_out_of_the_cache():
     s, dev = make(K=8)
     ids, p = prompt(8), greedy(60)
@@ -325,6 +346,16 @@ def test_failed_launch_ends_its_sequences_only():
     news = s.commit(b.harvest()) + [d for ds in drive(s, dev).values() for d in ds]
     assert [t for d in news for t in d.tokens] == scripted_text(prompt(7, 3), greedy(5), MAX_LEN, VOCAB)
     idle(s)
+
+def test_kills_of_a_failed_plan_are_told_again():
+    s, dev = make(rows=4, K=2)
+    for i in range(3): s.add(i, prompt(5, i), greedy(30))
+    s.commit(dev.launch(s.plan()).harvest())
+    s.abort(1)
+    plan = s.plan()
+    assert plan.kills == [1] and [d.seq_id for d in s.fail(plan, "boom")] == [0, 2]
+    s.add(3, prompt(5), greedy(3))
+    assert s.plan().kills == [1, 2]                                        # row 0 has a new owner
 
 def test_children_share_the_prompt_and_are_one_prefill():
     s, dev = make(rows=4, K=4, chunk=7)

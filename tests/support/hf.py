@@ -22,18 +22,21 @@ def gguf_state_dict(path, n_heads, n_kv_heads):
     return out
 
 
-def hf_from_checkpoint(ckpt, dtype=torch.float32):
-    "transformers' model of an opened checkpoint (the demo GGUF, or a folder)."
+def hf_from_checkpoint(ckpt, dtype=torch.float32, device="cpu", own_reader=False):
+    "transformers' model of an opened checkpoint (the demo GGUF, or a folder); `own_reader` where the gguf package is missing (a GPU machine)."
     import transformers
     if ckpt.format != "gguf": return transformers.AutoModelForCausalLM.from_pretrained(ckpt.path, dtype=dtype).eval()
     c = ckpt.config
     cfg = transformers.LlamaConfig(vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=c.n_layers,
         num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.norm_eps, max_position_embeddings=c.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2)
-    sd = gguf_state_dict(str(ckpt.path), c.n_heads, c.n_kv_heads)
+    if own_reader:
+        from llminfer.loading import Weights
+        sd = dict(Weights(ckpt.tensors(), torch.float32, "cpu"))
+    else: sd = gguf_state_dict(str(ckpt.path), c.n_heads, c.n_kv_heads)
     sd.setdefault("lm_head.weight", sd["model.embed_tokens.weight"])
     with torch.device("meta"): m = transformers.LlamaForCausalLM(cfg)
     m.load_state_dict({k: v.to(dtype) for k, v in sd.items()}, assign=True)
     m.model.rotary_emb = type(m.model.rotary_emb)(cfg)
     m.tie_weights()
-    return m.eval()
+    return m.eval().to(device)
