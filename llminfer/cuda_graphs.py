@@ -118,8 +118,8 @@ def fill_prefill(r: TorchRunner, b: Buffers, plan: Plan, key: GraphKey) -> np.nd
     rows, last, total = np.array(draws, np.int64).reshape(-1, 3).T
     k = key.n_samples
     arrays += [padded(last, k, 0), padded(rows, k, dead), padded(total, k, 1), padded(np.ones(len(rows)), k, 0)]
-    flat = st.put(np.concatenate(arrays))
-    for dst, src in zip((b.ids, b.rows, b.positions, b.act, b.last, b.srows, b.n_total, b.sact), flat.split([n] * 4 + [k] * 4)): dst.copy_(src)
+    flat, targets = st.put(np.concatenate(arrays)), (b.ids, b.rows, b.positions, b.act, b.last, b.srows, b.n_total, b.sact)
+    for dst, src in zip(targets, flat.split([n] * 4 + [k] * 4)): dst.copy_(src)
     return rows
 
 # %% ../nbs/14_cuda_graphs.ipynb #193ce293

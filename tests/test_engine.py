@@ -11,7 +11,7 @@ from llminfer.engine import InferenceEngine
 from llminfer.request import ContextLengthError, GenerationRequest, RequestError
 from llminfer.runner import NoSync, TorchRunner
 from llminfer.tracing import inject
-from support.engines import (counters, engine_around, engine_threads, forced_engine, forced_prompt, no_new_threads, oracle, paged, pieces,
+from support.engines import (counters, engine_around, engine_threads, forced_engine, forced_prompt, all_closed, oracle, paged, pieces,
     pool_of, settle, tiny, tiny_engine)
 
 GREEDY = dict(temperature=0.0, ignore_eos=True)
@@ -20,7 +20,7 @@ GREEDY = dict(temperature=0.0, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def clean():
     "A test that leaves an engine thread behind fails."
-    with no_new_threads():
+    with all_closed():
         yield
         gc.collect()
 
@@ -85,7 +85,6 @@ def test_a_crowd_with_every_feature_gets_its_plain_answers_and_no_launch_reads_t
     settle(e)
     if cfg.get("blocks"): assert counters(e)["preemptions"] > 3
     assert not counters(e).get("engine_errors") and not counters(e).get("launch_errors")
-    e.unload()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -98,7 +97,6 @@ def test_greedy_answers_and_logprobs_are_the_oracles(family):
         top = full[i - 1].topk(5)
         assert p.token_id == ids[i] == int(top.indices[0]) and p.rank == 1
         assert list(p.top) == top.indices.tolist() and np.allclose(list(p.top.values()), top.values, atol=1e-9) and abs(p.logprob - float(top.values[0])) < 1e-9
-    e.unload()
 
 
 @pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 20])
@@ -115,7 +113,6 @@ def test_n_samples_are_n_separate_runs_and_one_prefill(n_prompt):
     assert e.run(prompt_token_ids=prompt, seed=11, temperature=1.1, max_new_tokens=30, ignore_eos=True).token_ids == alone[0]
     assert got.stats.generated_tokens == 150 and counters(e)["prefill_tokens"] <= n_prompt + 1
     settle(e)
-    e.unload()
 
 
 def test_the_prefix_example_hits_and_computes_only_the_tail():
@@ -133,7 +130,6 @@ def test_the_prefix_example_hits_and_computes_only_the_tail():
     assert (s["total_hits"], s["total_misses"], s["paged_reads"]) == (1, 1, shared) and s["prefix_hit_rate"] != "0.00%"
     assert e.run(system + question, prefix_key="another", max_new_tokens=1).cached_tokens == 0     # a salt separates
     assert e.run(system + question, prefix_key="system", max_new_tokens=1).cached_tokens == (n - 1) // 16 * 16
-    e.unload()
 
 
 def test_a_second_turn_hits_decoded_blocks():
@@ -148,7 +144,6 @@ def test_a_second_turn_hits_decoded_blocks():
     assert a.generated_text == answer and a.finish_reason == "stop"
     b = e.run(prompt_token_ids=second, max_new_tokens=1)
     assert b.cached_tokens == (len(script) - 1) // 4 * 4 > len(first) + 20
-    e.unload()
 
 
 @pytest.mark.parametrize("K, flight", [(1, 1), (4, 1), (8, 2)])
@@ -164,7 +159,6 @@ def test_a_stop_string_in_mid_window_ends_the_text_and_the_rest_never_happened(K
         assert pool_of(e).match(np.array(prompt + answer)).n_tokens <= (len(prompt) + 3) // 2 * 2      # nor cached
         assert pool_of(e).match(np.array(prompt + answer)).n_tokens >= len(prompt) // 2 * 2
     assert [c.token for c in e.stream(prompt_token_ids=prompt, stop_sequences=["DE"], temperature=0.0) if c.token][-1] in ("ABC", "BC", "C")
-    e.unload()
 
 
 @pytest.mark.parametrize("K", [1, 8])
@@ -174,7 +168,6 @@ def test_a_stop_string_before_a_nan_wins_with_any_window(K):
     assert (r.generated_text, r.finish_reason, r.error) == ("AB", "stop", None)
     r = e.run(prompt_token_ids=forced_prompt(0), stop_sequences=["Q"], temperature=0.0)
     assert r.generated_text == "ABCD" and r.finish_reason == "error" and "not finite at token 7" in r.error
-    e.unload()
 
 
 @pytest.mark.parametrize("K", [1, 4, 8])
@@ -190,7 +183,6 @@ def test_64_requests_on_40_blocks(K):
         assert r.error is None and r.token_ids == want[:len(r.token_ids)] and (r.finish_reason == "stop" or len(r.token_ids) == 64 - m)
     assert counters(e)["preemptions"] > 5
     settle(e)
-    e.unload()
 
 
 def test_10000_random_actions_leave_no_block_and_no_wrong_token():
@@ -229,7 +221,6 @@ def test_10000_random_actions_leave_no_block_and_no_wrong_token():
     assert len(done) > 1000 and seen[0] > 1000 and {"stop", "length", "abort"} <= {r for r, _ in reasons} and ("stop", str) in reasons
     assert not counters(e).get("engine_errors")
     settle(e)
-    e.unload()
 
 
 # Errors, each to its own caller
@@ -255,7 +246,6 @@ def test_run_batch_reports_each_error_in_its_own_place(monkeypatch):
     with pytest.raises(TypeError, match="GenerationRequest objects"): e.run_requests(["fine"])
     with pytest.raises(TypeError, match="unknown generation argument 'max_tokens'"): e.run("x", max_tokens=3)
     settle(e)
-    e.unload()
 
 
 def test_odd_but_valid_values_are_taken():
@@ -267,7 +257,6 @@ def test_odd_but_valid_values_are_taken():
                dict(prompt="Hello", stop_sequences=np.array(["@@@", "%%%"]), bad_words=np.array(["qqqq", "zzzz"]), temperature=np.float32(0))):
         r = e.run(**GREEDY | dict(max_new_tokens=np.int64(4)) | kw)
         assert r.token_ids == want and all(type(i) is int for i in r.token_ids)
-    e.unload()
 
 
 @pytest.mark.parametrize("arrival", ["soon", float("nan"), None])
@@ -275,7 +264,6 @@ def test_a_broken_arrival_time_is_refused(arrival):
     e = tiny_engine()
     with pytest.raises(RequestError, match="arrival_time"): e.run("x", arrival_time=arrival, max_new_tokens=1)
     assert e.run("x", max_new_tokens=1).error is None
-    e.unload()
 
 
 def crowd_of(e, n=6, **kw):
@@ -307,7 +295,6 @@ def test_a_fault_anywhere_reaches_every_waiter_and_the_next_request_works(point,
         settle(e)
     assert counters(e).get("engine_errors", 0) == (3 if engine_dies else 0) and counters(e).get("launch_errors", 0) == (0 if engine_dies else 3)
     assert len(caplog.records) == (3 if engine_dies else 0)              # no hidden fallback: one line each
-    e.unload()
 
 
 @pytest.mark.parametrize("exc", [SystemExit, KeyboardInterrupt, MemoryError])
@@ -320,7 +307,6 @@ def test_even_if_the_engine_thread_is_killed_nobody_waits_and_the_next_call_revi
     assert exc.__name__ in error
     r = e.run(prompt_token_ids=forced_prompt(0), temperature=0.0)
     assert r.error is None and r.token_ids[:-1] == [50] * 40
-    e.unload()
 
 
 def test_a_core_that_cannot_be_rebuilt_ends_the_thread_and_says_so():
@@ -338,7 +324,6 @@ def test_a_core_that_cannot_be_rebuilt_ends_the_thread_and_says_so():
         finally: threading.excepthook = hook
     assert not e.info()["loaded"] and e.cache_stats() == {}
     assert e.run(prompt_token_ids=forced_prompt(0), temperature=0.0).token_ids[:-1] == [50] * 40    # a new thread, the same weights
-    e.unload()
 
 
 def test_a_nan_row_does_not_poison_its_neighbours():
@@ -351,7 +336,6 @@ def test_a_nan_row_does_not_poison_its_neighbours():
             assert r.token_ids == (answers[i % 6] + [tiny()[2].eos_token_ids[0]])[:bad] and (r.finish_reason == "error") == (bad is not None)
             if bad is not None: assert f"not finite at token {3 + bad}" in r.error
         settle(e)
-        e.unload()
 
 
 def test_a_callback_that_raises_costs_only_its_own_request():
@@ -361,7 +345,6 @@ def test_a_callback_that_raises_costs_only_its_own_request():
     assert all(h.finished.wait(5) for h in hs)
     assert [h.samples[0].finish_reason for h in hs] == ["stop", "abort", "stop"] and not counters(e).get("engine_errors")
     settle(e)
-    e.unload()
 
 
 # Leaving early
@@ -382,7 +365,6 @@ def test_closing_dropping_and_not_reading():
     assert "".join(c.token for c in four) == tiny()[2].decode([53] * 100)
     assert counters(e)["finished_abort"] == 3
     settle(e)
-    e.unload()
 
 
 def test_deadlines_and_aborts():
@@ -397,7 +379,6 @@ def test_deadlines_and_aborts():
     h.cancel()
     settle(e)
     assert counters(e)["finished_abort"] == 4
-    e.unload()
 
 
 def test_unload_during_streams_from_many_threads():
@@ -415,7 +396,6 @@ def test_unload_during_streams_from_many_threads():
         for t in threads: t.join(5)
     assert not any(t.is_alive() for t in threads)
     assert [ends.get()[1] for _ in range(8)] == ["the engine was closed"] * 8
-    e.unload()
 
 
 def test_unload_gives_the_memory_back_and_a_dropped_engine_ends_by_itself():
@@ -461,7 +441,6 @@ def test_an_interrupt_cancels_what_it_interrupts(call):
     settle(e)
     assert counters(e)["finished_abort"] == 1 + (call == "batch")
     assert e.run(prompt_token_ids=forced_prompt(0), temperature=0.0, max_new_tokens=3).token_ids == [50] * 3
-    e.unload()
 
 
 # Threads and loops
@@ -486,7 +465,6 @@ def test_8_threads_with_10_requests_each_share_one_engine():
     assert got == {j: plain.run(prompts[j], **kws[j]).generated_text for j in range(80)}
     settle(e)
     plain.unload()
-    e.unload()
 
 
 def test_arun_and_astream_leave_nothing_behind_when_cancelled():
@@ -514,7 +492,6 @@ def test_arun_and_astream_leave_nothing_behind_when_cancelled():
     async def abandon(): return await anext(e.astream(prompt_token_ids=forced_prompt(5), **kw))
     asyncio.run(abandon())                          # its loop is closed while the request runs
     settle(e)
-    e.unload()
 
 
 def test_asyncio_errors_reach_the_iterator_after_the_text():
@@ -526,7 +503,6 @@ def test_asyncio_errors_reach_the_iterator_after_the_text():
         return text
     assert asyncio.run(read()) == "ABC"
     assert "not finite" in asyncio.run(e.arun(prompt_token_ids=forced_prompt(0), temperature=0.0)).error
-    e.unload()
 
 
 FORK = """

@@ -11,6 +11,9 @@ import pytest
 import torch
 from llminfer.benchmark import judge_greedy, judge_low_precision, logit_difference, reference_errors
 from llminfer.core import CoreConfig, generate, make_core
+from llminfer.cuda_graphs import GraphRunner
+from llminfer.runner import TorchRunner
+from llminfer.tracing import inject
 from llminfer.loading import load_model, make_tiny, open_checkpoint
 from llminfer.model import ForcedModel
 from llminfer.request import SamplingParams
@@ -67,9 +70,11 @@ def test_low_precision_is_explained_by_transformers(demo, dtype):
     assert verdict.status in ("exact", "explained"), verdict
 
 
-def test_launches_never_wait_for_the_device(tiny):
+@pytest.mark.parametrize("runner", [TorchRunner, GraphRunner])
+def test_launches_never_wait_for_the_device(tiny, runner):
     model = load_model(tiny, torch.bfloat16, "cuda")
-    core = make_core(model, CoreConfig(n_blocks=60, block_size=4, max_num_seqs=4, max_model_len=128, window_steps=4, prefill_chunk=9, max_in_flight=2))
+    cfg = CoreConfig(n_blocks=60, block_size=4, max_num_seqs=4, max_model_len=128, window_steps=4, prefill_chunk=9, max_in_flight=2)
+    core = make_core(model, cfg, runner=runner)
     prompts = tiny_prompts(512)
     generate(core, prompts[:5], EVERYTHING)                       # tables that exist only when used are allocated here
     launch = core.runner.launch
@@ -86,12 +91,34 @@ def test_launches_never_wait_for_the_device(tiny):
 
 @pytest.mark.parametrize("K, flight", [(1, 1), (4, 2), (8, 2)])
 def test_every_setting_gives_the_text_of_a_cpu(tiny, K, flight):
-    "fp64 on both devices: greedy and sampled rows, penalties, bans, min_tokens, log probabilities."
+    "fp64 on both devices, eager and captured: greedy and sampled rows, penalties, bans, min_tokens, log probabilities."
     prompts, texts = tiny_prompts(512)[:5], []
-    for device in ("cpu", "cuda"):
-        core = make_core(load_model(tiny, torch.float64, device), CoreConfig(n_blocks=60, block_size=4, max_num_seqs=4, max_model_len=128, window_steps=K, max_in_flight=flight))
-        texts.append(generate(core, prompts, EVERYTHING))
-    assert texts[0] == texts[1]
+    cfg = CoreConfig(n_blocks=60, block_size=4, max_num_seqs=4, max_model_len=128, window_steps=K, max_in_flight=flight)
+    for device, runner in (("cpu", TorchRunner), ("cuda", TorchRunner), ("cuda", GraphRunner)):
+        core = make_core(load_model(tiny, torch.float64, device), cfg, runner=runner)
+        texts += [generate(core, prompts, EVERYTHING) for _ in range(3)]
+    assert all(t == texts[0] for t in texts)
+    assert core.runner.graphs and all(g.uses for g in core.runner.graphs.values())
+
+
+@pytest.mark.parametrize("edge", [1, 2, 15, 16, 17, 24, 25, 32, 33, 36])
+def test_graphs_around_bucket_edges(tiny, edge):
+    "The largest batch is `edge`; as requests end, every smaller size is padded into some graph."
+    cfg = CoreConfig(n_blocks=400, block_size=4, max_num_seqs=36, max_model_len=64, window_steps=4, max_in_flight=2, prefix_cache=False)
+    model = load_model(tiny, torch.float64, "cuda")
+    prompts = [np.random.default_rng(i).integers(0, 512, 3 + i % 9).tolist() for i in range(edge)]
+    params = [SamplingParams(temperature=0, max_tokens=3 + (5 * i) % 23) for i in range(edge)]
+    core = make_core(model, cfg, runner=GraphRunner)
+    expected = generate(make_core(model, cfg), prompts, params)
+    for _ in range(2): assert generate(core, prompts, params) == expected
+
+
+def test_a_failed_capture_leaves_the_engine_running(tiny):
+    model, prompts = load_model(tiny, torch.float64, "cuda"), tiny_prompts(512)[:4]
+    cfg, greedy = CoreConfig(n_blocks=60, block_size=4, max_num_seqs=4, max_model_len=128, window_steps=4), SamplingParams(temperature=0, max_tokens=20)
+    core = make_core(model, cfg, runner=GraphRunner)
+    with inject("graphs.capture", lambda key: torch.zeros(1, device="cuda").item() / 0, times=100): out = generate(core, prompts, greedy)
+    assert out == generate(make_core(model, cfg), prompts, greedy) and not core.runner.graphs and core.runner.trace.counters["graph_failures"]
 
 
 def test_dead_rows_write_nothing(tiny):

@@ -14,6 +14,7 @@ from llminfer.loading import load_model, make_tiny, open_checkpoint
 from llminfer.model import CausalModel, ForcedModel
 from llminfer.tokenization import Tokenizer, load_tokenizer
 
+MADE: list[InferenceEngine] = []   # by `engine_around` in this test
 CACHE = {"block": "page_size_tokens", "blocks": "num_blocks", "prefix_cache": "enable_prefix_cache"}
 
 
@@ -30,6 +31,7 @@ def engine_around(model: CausalModel, tok: Tokenizer, **cfg: Any) -> InferenceEn
     cache_cfg = CacheConfig(**{CACHE[k]: cfg.pop(k) for k in list(cfg) if k in CACHE})
     e = InferenceEngine(EngineConfig(cache=cache_cfg, **{"max_model_len": 128, "seed": 0} | cfg))
     paged(e).start(model, tok)
+    MADE.append(e)
     return e
 
 
@@ -95,9 +97,11 @@ def engine_threads() -> int: return sum(t.name == "llminfer-engine" for t in thr
 
 
 @contextmanager
-def no_new_threads():
+def all_closed():
+    "Unload every engine that `engine_around` made inside; then no engine thread may be alive that was not before."
     before = engine_threads()
     yield
+    while MADE: MADE.pop().unload()
     end = time.monotonic() + 2
     while engine_threads() > before and time.monotonic() < end: time.sleep(0.005)
     assert engine_threads() == before
