@@ -17,7 +17,7 @@ from llminfer.request import StreamChunk
 SYSTEM = ("You are a careful assistant. Answer the question in two or three short sentences of plain English. Say first what is "
           "asked for, then one fact about it that a curious reader would like to know. If you do not know the answer, say so.")
 QUESTIONS = ("What does a bee do all day?", "What is the capital of France?", "What is a prime number?", "How do birds fly?")
-COLOURS = {"A": "#E69F00", "B": "#56B4E9", "C": "#009E73", "D": "#CC79A7", "=": "bold reverse", "c": "cyan", ".": "dim", "~": "dim", "#": "dim"}
+COLOURS = {"A": "#E69F00", "B": "#56B4E9", "C": "#009E73", "D": "#CC79A7", "=": "bold reverse", "c": "cyan"} | dict.fromkeys(".~#", "dim")
 WIDTH = min(shutil.get_terminal_size((88, 24)).columns, 96)
 News = queue.SimpleQueue[tuple[int, StreamChunk, str]]   # question, piece of its answer, drawing of the pool at that moment
 
@@ -64,11 +64,12 @@ def watch(console: Console, engine: InferenceEngine) -> list[RequestHandle]:
 
 def costs(results: list[GenerationResult], seconds: float) -> Group:
     "What each request cost, and all of them together."
-    t = Table("", "prompt", "from cache", "new tokens", "TTFT", "latency", "tok/s", "ended by", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    columns = ("", "prompt", "from cache", "new tokens", "TTFT", "latency", "tok/s", "ended by")
+    t = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
     for letter, r in zip("ABCD", results):
-        s = r.stats
-        t.add_row(Text(letter, COLOURS[letter]), str(s.prompt_tokens), str(s.cached_tokens), str(s.generated_tokens),
-            f"{s.time_to_first_token_ms:.0f} ms", f"{s.total_latency_ms:.0f} ms", f"{s.throughput_tokens_per_sec:.1f}", str(r.finish_reason))
+        s, times = r.stats, (r.stats.time_to_first_token_ms, r.stats.total_latency_ms)
+        t.add_row(Text(letter, COLOURS[letter]), *(str(x) for x in (s.prompt_tokens, s.cached_tokens, s.generated_tokens)),
+            *(f"{x:.0f} ms" for x in times), f"{s.throughput_tokens_per_sec:.1f}", str(r.finish_reason))
     n, ttft = sum(r.stats.generated_tokens for r in results), results[0].stats.time_to_first_token_ms
     line = f"\ntokens={n}  latency={seconds * 1e3:.0f}ms  ttft={ttft:.0f}ms  tok/s={n / seconds:.1f}  (four requests together)"
     return Group(t, Text(line))
@@ -80,8 +81,8 @@ def main() -> None:
     with engine:
         assert isinstance(engine.backend, PagedEngine)
         i, start = engine.info(), time.perf_counter()
-        about = f"{i['model']}: {i['family']}, {i['dtype']} on {i['device']}. A pool of {i['num_blocks'] - 1} blocks, {i['block_size']} tokens each."
-        console.print(Text(about))
+        console.print(Text(f"SmolLM2-135M-Instruct, {i['dtype']} on {i['device']}: small: fluent, not wise. "
+                           f"{i['num_blocks'] - 1} blocks of KV.\n"))
         handles = watch(console, engine)
         seconds = time.perf_counter() - start
     results = [make_result(h) for h in handles]

@@ -36,10 +36,11 @@ class SchedulerConfig:
     prefill_chunk: int | None = None    # most tokens of one prompt in one step; None: the step's budget
     draft: int = 0                      # D, draft tokens a decode step
     vocab_size: int = 1 << 24           # ids are below this
+    follow: bool = True                 # a row decodes in the launch that ends its prompt; False: its first token comes sooner on a CPU
 
     def __post_init__(self) -> None:
         for name, v in vars(self).items():
-            least = {"draft": 0, "max_model_len": 2}.get(name, 1)
+            least = {"draft": 0, "follow": 0, "max_model_len": 2}.get(name, 1)
             if name == "prefill_chunk" and v is None: continue
             if not isinstance(v, int) or v < least: raise ConfigError(f"{name} must be an integer of at least {least}, got {v!r}")
 
@@ -310,7 +311,7 @@ class Prefilling(Seating):
         c.sample_rows.append(s.row)
         d.sampled.append(s)
         s.live, s.top, s.last_window = True, s.n + 1, d.window_id
-        if s.top < s.limit: d.rows.append(s)
+        if s.top < s.limit and self.cfg.follow: d.rows.append(s)
 
     def _fork(self, d: Draft, s: Sequence, kid: Sequence, c: PrefillChunk) -> bool:
         "Let a child share the prompt's blocks; False: no row or no block now."
@@ -370,7 +371,7 @@ class Sealing(Admitting):
         f = Flight(d.window_id, np.zeros(self.cfg.max_num_seqs, np.int64), self.gens.copy(), [(s, s.generation, c) for s, c in d.chunks])
         f.left[[s.row for s in d.sampled]] += 1
         f.left[rows] += (add := K * self.cfg.span)
-        joined = d.rows + [s for s in d.sampled if s.top >= s.limit]
+        joined = d.rows + [s for s in d.sampled if s.top >= s.limit or not self.cfg.follow]
         for s in d.rows: s.top += add
         if joined != self._joined[0]:
             self._joined = joined, reduce(Variant.join, {s.variant for s in joined}, Variant())

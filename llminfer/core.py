@@ -96,6 +96,7 @@ class CoreConfig:
     prefill_chunk: int | None = None        # most tokens of one prompt a step; None: the step's budget
     window_steps: int = 1                   # K
     max_in_flight: int = 1                  # tickets
+    follow: bool = False                    # a window follows a prefill in one launch: for devices that run ahead of the host
     prefix_cache: bool = True
     eviction: str = "lru"
     reveal: int | None = None               # tests: steps a harvest shows at most
@@ -114,7 +115,7 @@ def make_core(model: Any, # `Transformer`, or anything with its interface
     attention = PagedAttention(kv, c.n_heads, windows=c.windows)
     sched = Scheduler(pool, SchedulerConfig(max_num_seqs=cfg.max_num_seqs, max_num_batched_tokens=cfg.max_num_batched_tokens,
         max_model_len=cfg.max_model_len, block_size=cfg.block_size, window_steps=cfg.window_steps, prefill_chunk=cfg.prefill_chunk,
-        vocab_size=c.vocab_size), trace)
+        follow=cfg.follow, vocab_size=c.vocab_size), trace)
     run = runner(model, kv, program(model, attention), max_rows=cfg.max_num_seqs, max_model_len=cfg.max_model_len,
         window_steps=cfg.window_steps, max_in_flight=cfg.max_in_flight, reveal=cfg.reveal)
     return EngineCore(sched, run, cfg.max_in_flight, trace, clock)

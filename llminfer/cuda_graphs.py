@@ -16,8 +16,8 @@ from .tracing import Trace, fault_point
 
 # %% auto #0
 __all__ = ['Step', 'log', 'graph_sizes', 'fit', 'power_of_two', 'GraphKey', 'rounded', 'CudaCapture', 'PlainCapture', 'Buffers',
-           'padded', 'StepGraph', 'prefill_places', 'fill_prefill', 'GraphRunner', 'capture_step', 'decode_graph',
-           'prefill_graph', 'replay_window', 'replay_prefill', 'graph_bytes']
+           'padded', 'StepGraph', 'prefill_places', 'fill_prefill', 'GraphRunner', 'capture_step', 'find_graph',
+           'decode_key', 'prefill_key', 'replay_window', 'replay_prefill', 'graph_bytes']
 
 # %% ../nbs/14_cuda_graphs.ipynb #faf671d7
 def graph_sizes(
@@ -149,23 +149,13 @@ class GraphRunner(TorchRunner):
         for key in sorted(self.wanted, key=lambda k: -k.size): capture_step(self, key)
         self.wanted.clear()
 
-    def find(self, key: GraphKey, sizes: list[int]) -> tuple[GraphKey, StepGraph] | None:
-        "The graph of this key, or of the next larger size; notes what is missing."
-        keys = [replace(key, size=s) for s in sizes if s >= key.size]
-        found = next(((k, g) for k in keys if (g := self.graphs.get(k)) and g.version == self.sampler.version), None)
-        if found is None or found[0] != key:
-            self.misses[key] = n = self.misses.get(key, 0) + 1
-            if key not in self.failed and (found is None or n >= self.patience): self.wanted.add(key)
-        if found is None: self.trace.count("eager_steps")
-        return found
-
     def window(self, plan: Plan, t: RunnerTicket) -> None:
-        found = decode_graph(self, plan)
+        found = find_graph(self, decode_key(self, plan), self.sizes)
         if found is None: return decode_window(self, plan, t)
         replay_window(self, plan, t, *found)
 
     def prefill(self, plan: Plan, t: RunnerTicket) -> None:
-        found = prefill_graph(self, plan)
+        found = find_graph(self, prefill_key(self, plan), list(self.prefill_sizes))
         if found is None: return prefill_step(self, plan, t)
         replay_prefill(self, plan, t, *found)
 
@@ -186,21 +176,32 @@ def capture_step(r: GraphRunner, key: GraphKey) -> None:
         with torch.inference_mode(): r.state.step.fill_(r.n_steps)   # the warm-up counted steps that no ticket waits for
         r.capture_s += time.perf_counter() - start
 
-def decode_graph(r: GraphRunner, plan: Plan) -> tuple[GraphKey, StepGraph] | None:
-    "The graph for a window's steps."
+# %% ../nbs/14_cuda_graphs.ipynb #8eb60c03
+def find_graph(r: GraphRunner, key: GraphKey | None, sizes: list[int]) -> tuple[GraphKey, StepGraph] | None:
+    "The graph of this key, or of the next larger size; notes what is missing."
+    if key is None: return None
+    keys = [replace(key, size=s) for s in sizes if s >= key.size]
+    found = next(((k, g) for k in keys if (g := r.graphs.get(k)) and g.version == r.sampler.version), None)
+    if found is None or found[0] != key:
+        r.misses[key] = n = r.misses.get(key, 0) + 1
+        if key not in r.failed and (found is None or n >= r.patience): r.wanted.add(key)
+    if found is None: r.trace.count("eager_steps")
+    return found
+
+def decode_key(r: GraphRunner, plan: Plan) -> GraphKey | None:
+    "What a window's steps need; None: no graph is that large."
     size = fit(len(plan.rows), r.sizes)
     if size is None: return None
     width = r.state.table.shape[1]
     nb = 0 if r.program.plan_free else min(power_of_two(-(-plan.max_len // r.state.block_size)), width)
-    return r.find(GraphKey("decode", size, rounded(plan.variant), nb), r.sizes)
+    return GraphKey("decode", size, rounded(plan.variant), nb)
 
-def prefill_graph(r: GraphRunner, plan: Plan) -> tuple[GraphKey, StepGraph] | None:
-    "The graph for a plan's prefill, if it is small enough and the attention needs no lengths."
+def prefill_key(r: GraphRunner, plan: Plan) -> GraphKey | None:
+    "What a plan's prefill needs; None: it is too large, or the attention needs lengths."
     size = fit(plan.n_prefill_tokens, list(r.prefill_sizes))
     if size is None or not r.program.plan_free or any(c.prompt_logprobs >= 0 for c in plan.prefill): return None
     n = sum(len(c.sample_rows) for c in plan.prefill)
-    key = GraphKey("prefill", size, rounded(plan.variant), 0, power_of_two(n)) if n else GraphKey("prefill", size, Variant())
-    return r.find(key, list(r.prefill_sizes))
+    return GraphKey("prefill", size, rounded(plan.variant), 0, power_of_two(n)) if n else GraphKey("prefill", size, Variant())
 
 # %% ../nbs/14_cuda_graphs.ipynb #8d080151
 def replay_window(r: GraphRunner, plan: Plan, t: RunnerTicket, key: GraphKey, g: StepGraph) -> None:

@@ -19,7 +19,7 @@ from .tracing import fault_point
 
 # %% auto #0
 __all__ = ['ROW_FIELDS', 'DecodeState', 'state_html', 'flat_put', 'apply_rows', 'advance', 'Ring', 'RunnerTicket', 'make_harvest',
-           'TorchProgram', 'TorchRunner', 'set_quotas', 'decode_window', 'decode_step', 'prefill_step',
+           'TorchProgram', 'finish_step', 'TorchRunner', 'set_quotas', 'decode_window', 'decode_step', 'prefill_step',
            'prompt_logprobs', 'copy_ring', 'NoSync']
 
 # %% ../nbs/12_runner.ipynb #94f3f793
@@ -228,17 +228,20 @@ class TorchProgram:
         meta = self.attention.prefill_meta(st.table.index_select(0, rows)[:, :nb], starts, lengths)
         return self.model.forward(ids, positions, partial(_attend, self.attention.prefill, meta))
 
-    def finish(self, st: DecodeState, sampler: SamplerState, ring: Ring,
-        logits: Tensor,   # [B, V]
-        rows: Tensor,     # [B] int64, each row once (padding aside)
-        n_total: Tensor,  # [B] int64: tokens before the one that is drawn
-        act: Tensor,      # [B] bool
-        variant: Variant,
-    ) -> None:
-        "Draw a token a place, decide the ends, write the ring: the tail of every step."
-        out = sampler.sample(logits, rows, n_total, st.history, variant)
-        status, emit = advance(st, sampler, rows, out, n_total, act)
-        ring.write(st, rows, out, status, emit)
+    def finish(self, *args: Any) -> None: finish_step(*args)
+
+# %% ../nbs/12_runner.ipynb #4380cf42
+def finish_step(st: DecodeState, sampler: SamplerState, ring: Ring,
+    logits: Tensor,   # [B, V]
+    rows: Tensor,     # [B] int64, each row once (padding aside)
+    n_total: Tensor,  # [B] int64: tokens before the one that is drawn
+    act: Tensor,      # [B] bool
+    variant: Variant,
+) -> None:
+    "Draw a token a place, decide the ends, write the ring: the tail of every step."
+    out = sampler.sample(logits, rows, n_total, st.history, variant)
+    status, emit = advance(st, sampler, rows, out, n_total, act)
+    ring.write(st, rows, out, status, emit)
 
 def _attend(fn: Callable[..., Tensor], meta: Any, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: return fn(layer, q, k, v, meta)
 

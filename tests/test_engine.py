@@ -1,6 +1,6 @@
 """The engine as its users see it: one request's answer is its own, whoever else is there, whatever goes wrong, whichever thread asks."""
 import asyncio, gc, os, queue, random, signal, subprocess, sys, threading, time, weakref
-from dataclasses import replace
+from pathlib import Path
 import numpy as np
 import pytest
 import torch
@@ -14,6 +14,7 @@ from llminfer.tracing import inject
 from support.engines import (counters, engine_around, engine_threads, forced_engine, forced_prompt, all_closed, oracle, paged, pieces,
     pool_of, settle, tiny, tiny_engine)
 
+ROOT = Path(__file__).parent.parent
 GREEDY = dict(temperature=0.0, ignore_eos=True)
 
 
@@ -61,29 +62,29 @@ def plain_runs():
     return out
 
 
-@pytest.mark.parametrize("cfg", [
+CONFIGS = [
     dict(window_steps=1, max_num_seqs=16),
     dict(window_steps=8, max_in_flight=2, max_num_seqs=16, block=3),
     dict(window_steps=4, max_in_flight=2, max_num_seqs=5, block=1, max_num_batched_tokens=7),
-    dict(window_steps=8, max_in_flight=2, max_num_seqs=16, block=4, blocks=33, max_num_batched_tokens=48),      # forced preemption
-    dict(window_steps=1, max_num_seqs=16, block=4, blocks=33, prefix_cache=False),
-    dict(window_steps=4, max_num_seqs=16, cache_off=True),
-], ids=lambda c: " ".join(f"{k}={v}" for k, v in c.items()))
+    dict(window_steps=4, max_in_flight=2, max_num_seqs=16, block=4, blocks=33),                    # preempts
+    dict(window_steps=8, max_in_flight=2, max_num_seqs=3, block=16, max_num_batched_tokens=20),
+    dict(window_steps=1, max_num_seqs=16, block=4, blocks=33, prefix_cache=False),                 # preempts
+    dict(window_steps=4, max_num_seqs=16, paged=False),
+]
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=lambda c: " ".join(f"{k}={v}" for k, v in c.items()))
 def test_a_crowd_with_every_feature_gets_its_plain_answers_and_no_launch_reads_the_device(cfg, plain_runs, monkeypatch):
     launch = TorchRunner.launch
     def watched(self, plan):
         with NoSync(): return launch(self, plan)
     monkeypatch.setattr(TorchRunner, "launch", watched)   # joint 21
-    if cfg.pop("cache_off", False):
-        _, model, tok = tiny()
-        e = InferenceEngine(EngineConfig(max_model_len=128, cache=CacheConfig(enable_paged_kv=False), **cfg))
-        paged(e).start(model, tok)
-    else: e = tiny_engine(**cfg)
+    e = tiny_engine(**cfg)
     for _ in range(2):                                    # the second time, prompts and decoded blocks are cached
-        got = e.run_requests([GenerationRequest(**{"top_p": 0.9, "top_k": 50} | kw) for kw in CROWD])
-        for kw, r, want in zip(CROWD, got, plain_runs): assert facts(r) == want, kw
+        got = e.run_requests([GenerationRequest(**{"top_p": 0.9, "top_k": 50} | kw) for kw in CROWD * 2])
+        for kw, r, want in zip(CROWD * 2, got, plain_runs * 2): assert facts(r) == want, kw
     settle(e)
-    if cfg.get("blocks"): assert counters(e)["preemptions"] > 3
+    if cfg.get("blocks"): assert counters(e)["preemptions"] > 0
     assert not counters(e).get("engine_errors") and not counters(e).get("launch_errors")
 
 
@@ -110,8 +111,8 @@ def test_n_samples_are_n_separate_runs_and_one_prefill(n_prompt):
     assert [p.child for p in params] == list(range(5))
     alone = [generate(make_core(model, CoreConfig(prefix_cache=False, max_model_len=128)), [prompt], p)[0] for p in params]
     assert [o.token_ids for o in got.outputs] == alone and len({tuple(a) for a in alone}) == 5
+    assert got.stats.generated_tokens == 150 and counters(e).get("prefill_tokens", 0) == (n_prompt if n_prompt > 1 else 0)   # a one-token prompt is a decode row
     assert e.run(prompt_token_ids=prompt, seed=11, temperature=1.1, max_new_tokens=30, ignore_eos=True).token_ids == alone[0]
-    assert got.stats.generated_tokens == 150 and counters(e)["prefill_tokens"] <= n_prompt + 1
     settle(e)
 
 
@@ -139,7 +140,7 @@ def test_a_second_turn_hits_decoded_blocks():
     second = tok.encode_chat([{"role": "user", "content": "Please count."}, {"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}])
     script = first + tok.encode(answer, add_special_tokens=False) + list(tok.eos_token_ids[:1])
     assert second[:len(script) - 1] == script[:-1]                      # the template writes the turn as the model did
-    e = forced_engine([], forced=dict(scripts={first[0]: script}), block=4, window_steps=4, max_in_flight=2)
+    e = forced_engine([], scripts={first[0]: script}, block=4, window_steps=4, max_in_flight=2)
     a = e.chat([{"role": "user", "content": "Please count."}], temperature=0.0)
     assert a.generated_text == answer and a.finish_reason == "stop"
     b = e.run(prompt_token_ids=second, max_new_tokens=1)
@@ -148,17 +149,17 @@ def test_a_second_turn_hits_decoded_blocks():
 
 @pytest.mark.parametrize("K, flight", [(1, 1), (4, 1), (8, 2)])
 def test_a_stop_string_in_mid_window_ends_the_text_and_the_rest_never_happened(K, flight):
-    answer = pieces("A", "BC", "D", "EF", "G") + list(range(30, 60))
+    answer = pieces(*"ABCDEFG") + list(range(30, 60))
     e = forced_engine([answer], block=2, window_steps=K, max_in_flight=flight)
     prompt = forced_prompt(0)
     for include in (False, True):
         r = e.run(prompt_token_ids=prompt, stop_sequences=["DE"], include_stop_str_in_output=include, logprobs=0, temperature=0.0)
         assert r.generated_text == ("ABCDE" if include else "ABC") and (r.finish_reason, r.outputs[0].stop_reason) == ("stop", "DE")
-        assert r.token_ids == answer[:4] and r.stats.generated_tokens == len(r.logprobs) == 4          # the overshoot is not billed
+        assert r.token_ids == answer[:5] and r.stats.generated_tokens == len(r.logprobs) == 5          # the overshoot is not billed
         settle(e)
-        assert pool_of(e).match(np.array(prompt + answer)).n_tokens <= (len(prompt) + 3) // 2 * 2      # nor cached
-        assert pool_of(e).match(np.array(prompt + answer)).n_tokens >= len(prompt) // 2 * 2
-    assert [c.token for c in e.stream(prompt_token_ids=prompt, stop_sequences=["DE"], temperature=0.0) if c.token][-1] in ("ABC", "BC", "C")
+        assert pool_of(e).match(np.array(prompt + answer)).n_tokens in (6, 8)      # nor cached: 8 = 3 + 5, if a window has fed the last kept token
+    chunks = list(e.stream(prompt_token_ids=prompt, stop_sequences=["DE"], temperature=0.0))
+    assert "".join(c.token for c in chunks) == "ABC" and sum((c.token_ids for c in chunks), []) == answer[:5]
 
 
 @pytest.mark.parametrize("K", [1, 8])
@@ -173,7 +174,7 @@ def test_a_stop_string_before_a_nan_wins_with_any_window(K):
 @pytest.mark.parametrize("K", [1, 4, 8])
 def test_64_requests_on_40_blocks(K):
     rng, n = random.Random(1), 64
-    answers = [[rng.randrange(3, 300) for _ in range(rng.randrange(1, 40))] for _ in range(n)]
+    answers = [[rng.randrange(3, 300) for _ in range(rng.randrange(20, 60))] for _ in range(n)]
     e = forced_engine(answers, block=4, blocks=41, max_num_seqs=24, window_steps=K, max_in_flight=2, max_model_len=64)
     lengths = [rng.randrange(1, 20) for _ in range(n)]
     results = e.run_requests([GenerationRequest(prompt_token_ids=forced_prompt(i, m)[:m], temperature=0.0, max_new_tokens=None) for i, m in enumerate(lengths)])
@@ -181,7 +182,7 @@ def test_64_requests_on_40_blocks(K):
     for i, (m, r) in enumerate(zip(lengths, results)):
         want = model.expected(forced_prompt(i, m), 64 - m)
         assert r.error is None and r.token_ids == want[:len(r.token_ids)] and (r.finish_reason == "stop" or len(r.token_ids) == 64 - m)
-    assert counters(e)["preemptions"] > 5
+    assert counters(e)["preemptions"] > 3
     settle(e)
 
 
@@ -309,6 +310,7 @@ def test_even_if_the_engine_thread_is_killed_nobody_waits_and_the_next_call_revi
     assert r.error is None and r.token_ids[:-1] == [50] * 40
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_core_that_cannot_be_rebuilt_ends_the_thread_and_says_so():
     e = forced_engine([[50] * 40])
     s = e.stream(prompt_token_ids=forced_prompt(0), temperature=0.0)
@@ -316,12 +318,8 @@ def test_a_core_that_cannot_be_rebuilt_ends_the_thread_and_says_so():
     loop = paged(e).loop
     def no_memory(): raise MemoryError("no room for a pool")
     loop.make = no_memory
-    with pytest.warns(pytest.PytestUnhandledThreadExceptionWarning) if False else inject("ticket.harvest", RuntimeError("gone")):
-        hook, threading.excepthook = threading.excepthook, lambda args: None
-        try:
-            assert "RuntimeError: gone" in drain(s)[1]
-            loop.thread.join(5)
-        finally: threading.excepthook = hook
+    with inject("ticket.harvest", RuntimeError("gone")): assert "RuntimeError: gone" in drain(s)[1]
+    loop.thread.join(5)
     assert not e.info()["loaded"] and e.cache_stats() == {}
     assert e.run(prompt_token_ids=forced_prompt(0), temperature=0.0).token_ids[:-1] == [50] * 40    # a new thread, the same weights
 
@@ -525,7 +523,7 @@ if __name__ == "__main__":
 
 def test_a_forked_child_can_use_the_engine(tmp_path):   # B40
     (tmp_path / "fork.py").write_text(FORK)
-    r = subprocess.run([sys.executable, str(tmp_path / "fork.py"), str(tiny()[0])], capture_output=True, text=True, timeout=60, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    r = subprocess.run([sys.executable, str(tmp_path / "fork.py"), str(tiny()[0])], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert (r.returncode, r.stdout, r.stderr) == (0, "ok\n", "")
 
 

@@ -16,8 +16,8 @@ from llminfer.tracing import Trace
 
 VOCAB, MAX_LEN = 97, 96
 
-def make(n_blocks=64, block=4, rows=8, K=1, chunk=None, budget=64, max_len=MAX_LEN, D=0, cache=True, eviction="lru", trace=None, **kw):
-    cfg = SchedulerConfig(rows, budget, max_len, block, K, chunk, D, VOCAB)
+def make(n_blocks=64, block=4, rows=8, K=1, chunk=None, budget=64, max_len=MAX_LEN, D=0, cache=True, eviction="lru", trace=None, follow=True, **kw):
+    cfg = SchedulerConfig(rows, budget, max_len, block, K, chunk, D, VOCAB, follow)
     pool = BlockPool(n_blocks, block, prefix_cache=cache, eviction=eviction)
     return Scheduler(pool, cfg, trace), ScriptedRunner(cfg, n_blocks, **kw)
 
@@ -35,7 +35,7 @@ class World:
         self.n_blocks = -(-MAX_LEN // block) + 1 + (r.randrange(8) if small else 400)
         reveal = (lambda left: r.randrange(0, left + 1)) if r.random() < .5 else None
         self.s, self.dev = make(self.n_blocks, block, r.choice([1, 3, 8]), r.choice([1, 4, 8]), r.choice([7, 64, None]), r.choice([8, 32, 128]), D=D,
-            cache=r.random() < .7, eviction=r.choice(["lru", "fifo", "none"]), reveal=reveal)
+            cache=r.random() < .7, eviction=r.choice(["lru", "fifo", "none"]), reveal=reveal, follow=seed % 3 > 0)
         self.in_flight, self.now = r.choice([1, 2, 3]), 0.0
         self.tickets: deque[Any] = deque()
         self.want: dict[int, list[int]] = {}

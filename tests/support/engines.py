@@ -15,7 +15,7 @@ from llminfer.model import CausalModel, ForcedModel
 from llminfer.tokenization import Tokenizer, load_tokenizer
 
 MADE: list[InferenceEngine] = []   # by `engine_around` in this test
-CACHE = {"block": "page_size_tokens", "blocks": "num_blocks", "prefix_cache": "enable_prefix_cache"}
+CACHE = {"block": "page_size_tokens", "blocks": "num_blocks", "prefix_cache": "enable_prefix_cache", "paged": "enable_paged_kv"}
 
 
 @cache
@@ -27,7 +27,7 @@ def tiny(family: str = "llama", dtype: torch.dtype = torch.float64) -> tuple[Pat
 
 
 def engine_around(model: CausalModel, tok: Tokenizer, **cfg: Any) -> InferenceEngine:
-    "An engine; `block`, `blocks` and `prefix_cache` are settings of the cache."
+    "An engine; `block`, `blocks`, `prefix_cache` and `paged` are settings of the cache."
     cache_cfg = CacheConfig(**{CACHE[k]: cfg.pop(k) for k in list(cfg) if k in CACHE})
     e = InferenceEngine(EngineConfig(cache=cache_cfg, **{"max_model_len": 128, "seed": 0} | cfg))
     paged(e).start(model, tok)
@@ -40,11 +40,12 @@ def tiny_engine(**cfg: Any) -> InferenceEngine:
     return engine_around(model, tok, **cfg)
 
 
-def forced_engine(answers: Sequence[Any], n_prompt: int = 3, forced: dict[str, Any] | None = None, **cfg: Any) -> InferenceEngine:
+def forced_engine(answers: Sequence[Any], n_prompt: int = 3, forced: dict[str, Any] | None = None,
+                  scripts: dict[int, list[int]] | None = None, **cfg: Any) -> InferenceEngine:
     """An engine that says answers[i] (a text, or ids; then EOS) to `forced_prompt(i)`; other prompts get what the forced model's
     own rule says. It reads and checks the KV that it wrote, so a wrong page is a NaN."""
     tok = tiny()[2]
-    scripts = {300 + i: forced_prompt(i, n_prompt) + ids_of(a) + [tok.eos_token_ids[0]] for i, a in enumerate(answers)}
+    scripts = scripts or {300 + i: forced_prompt(i, n_prompt) + ids_of(a) + [tok.eos_token_ids[0]] for i, a in enumerate(answers)}
     model = ForcedModel(scripts, vocab_size=tok.vocab_size, **{"eos_token_ids": tok.eos_token_ids[:1]} | (forced or {}))
     return engine_around(model, tok, **cfg)
 

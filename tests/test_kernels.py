@@ -1,0 +1,215 @@
+"""The Triton kernels under Triton's interpreter: attention, rotation, norms and the tail of a step against the torch program; B21, B24, B25 of cases.md.
+
+Triton decides when it is imported whether it interprets, so the tests run in a process of their own; the one test seen from outside starts it."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    def test_kernels_under_the_interpreter():
+        r = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1],
+                           env=os.environ | {"TRITON_INTERPRET": "1"})
+        print(r.stdout[-4000:], r.stderr[-2000:])
+        assert r.returncode == 0 and " passed" in r.stdout, r.stdout[-4000:] + r.stderr[-2000:]
+else:
+    import numpy as np
+    import pytest
+    import torch
+    import torch.nn.functional as F
+    from llminfer import kernels
+    from llminfer.attention import KVPool, PagedAttention
+    from llminfer.core import CoreConfig, generate, make_core
+    from llminfer.interfaces import RowInit, RowStatus, variant_of
+    from llminfer.kernels import AttendShape, FusedProgram, Places, attend, attend_prompt, attend_shape, feed_rows, fused_available, prompt_tiles, rope_tables, rotate_write
+    from llminfer.model import ForcedModel, ModelConfig, Rope, Transformer, random_tensors, rotate
+    from llminfer.request import SamplingParams
+    from llminfer.runner import DecodeState, Ring, TorchProgram
+    from llminfer.sampling import SamplerState
+    NAN = float("nan")
+
+    def config(E=64, H=4, G=2, qk_norm=True, window=None, **kw):
+        return ModelConfig("qwen3" if qk_norm else "llama", 300, 64, 96, 2, H, G, E, qk_norm=qk_norm, windows=(None, window), tie_embeddings=True, **kw)
+
+    class Scene:
+        "Rows of random lengths over scattered blocks; every slot that no live row owns is NaN."
+        def __init__(self, seed, E=64, H=4, G=2, block=4, window=None, dtype=torch.float32, most=40, rows=4, qk_norm=True):
+            self.rng, self.gen = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+            self.c, self.dtype = config(E, H, G, qk_norm, window), dtype
+            self.lens = self.rng.integers(0, most, rows)
+            self.live = torch.tensor(self.rng.random(rows) < 0.75)
+            self.live[0] = True
+            width = -(-(most + 1) // block)
+            self.st = DecodeState(rows, most + 1, block)
+            self.kv = KVPool(2, rows * width + 3, block, G, E, dtype)
+            self.att = PagedAttention(self.kv, H, windows=self.c.windows)
+            self.kv.data.fill_(NAN)
+            self.kv.data[:, self.kv.zero_slot] = 0
+            ids = iter((self.rng.permutation(rows * width + 2) + 1).tolist())
+            for r, n in enumerate(self.lens):
+                for i in range(n // block + 1): self.st.table[r, i] = next(ids)
+                for layer in range(2):
+                    for i in range(n):
+                        for t in (self.kv.k[layer], self.kv.v[layer]): t[self.st.table[r, i // block], i % block] = self.randn(G, E)
+            self.rope = Rope(self.c, dtype, torch.device("cpu"))
+            self.weight = self.randn(H + G, E) * 0.1 + 1 if qk_norm else None
+            self.at = Places(self.st, torch.arange(rows), torch.tensor(self.lens), self.live, *rope_tables(self.rope, most + 1))
+            self.qkv = self.randn(rows, (H + 2 * G) * E)
+            self.count = torch.zeros(256, dtype=torch.int32)
+
+        def randn(self, *shape): return torch.randn(*shape, generator=self.gen).to(self.dtype)
+
+        def torch_heads(self, qkv, positions):
+            "q, k, v as the model makes them."
+            H, G, E = self.c.n_heads, self.c.n_kv_heads, self.c.head_dim
+            qk, v = qkv.float().view(-1, H + 2 * G, E).split((H + G, G), 1)
+            if self.weight is not None: qk = F.rms_norm(qk, (E,), None, 1e-6) * self.weight.float()
+            qk = rotate(qk, *Rope(self.c, torch.float32, torch.device("cpu"))(positions)).to(self.dtype)
+            return qk[:, :H], qk[:, H:], v.to(self.dtype)
+
+    SHAPES = [AttendShape(1, 1, 16, 1, 16, 4, 1), AttendShape(1, 1, 8, 4, 8, 4, 1), AttendShape(0, 16, 16, 2, 16, 4, 1), AttendShape(0, 16, 8, 4, 8, 4, 1)]
+
+    @pytest.mark.parametrize("case", range(11))
+    def test_decode_attention_is_the_reference(case):
+        "Random tables, lengths, dead rows, windows, head sizes, blocks and launches; both ways to write the new token; NaN everywhere else."
+        E, (H, G), block = ((64, 80, 96, 128, 16), (64,))[case >= 10][case % 5 if case < 10 else 0], ((4, 2), (3, 1), (4, 4), (6, 2))[case % 4], (4, 1, 3, 16)[case % 4]
+        dtype, window = torch.float16 if case % 7 == 6 else torch.float32, (None, 1, 9)[case % 3]
+        shape = SHAPES[case % 4]
+        if not shape.U: shape = AttendShape(H // G, *list(vars(shape).values())[1:])
+        a, b, c = (Scene(case, E, H, G, block, window, dtype, qk_norm=case % 2 == 0) for _ in range(3))
+        tol, before = 3e-3 if dtype == torch.float16 else 2e-5, a.kv.data.clone()
+        for layer in range(2):
+            q, k, v = b.torch_heads(b.qkv, b.at.positions)
+            want = b.att.decode(layer, q, k, v, b.att.decode_meta(b.st.table[:4], b.at.positions, b.live)).reshape(4, -1)
+            got = attend(a.att, layer, rotate_write(a.att, layer, a.qkv, a.weight, 1e-6, a.at), a.weight, 1e-6, a.at, a.count, shape=shape)
+            once = attend(c.att, layer, c.qkv, c.weight, 1e-6, c.at, c.count, fresh=True, shape=shape)
+            for out in (got, once):
+                assert not out.isnan().any() and (out[~a.live] == 0).all()
+                assert (out.float() - want.float()).abs().max() < tol
+        slots = {(int(a.st.table[r, n // block]), int(n % block)) for r, n in enumerate(a.lens) if a.live[r]}
+        for x in (a, c):
+            assert x.count.abs().max() == 0
+            for layer in range(2):
+                for pool, ref, first in ((x.kv.k, b.kv.k, 0), (x.kv.v, b.kv.v, a.kv.n_slots)):
+                    changed = (pool[layer].nan_to_num(7.0) != before[layer, first:first + a.kv.n_slots].view_as(pool[layer]).nan_to_num(7.0)).any(-1).any(-1).nonzero().tolist()
+                    assert {tuple(s) for s in changed} == slots                       # B21: exactly the live rows' slots
+                    assert (pool[layer].nan_to_num(7.0) - ref[layer].nan_to_num(7.0)).abs().max() < tol
+
+    @pytest.mark.parametrize("H, G", [(4, 2), (12, 12), (14, 2), (9, 3)])
+    def test_query_heads_read_their_own_kv_head(H, G):
+        "B24: each KV head holds its number."
+        for shape in (AttendShape(1, 1, 8, 2, 8, 4, 1), AttendShape(H // G, 16, 8, 2, 8, 4, 1)):
+            s = Scene(3, 16, H, G, 4, rows=2, most=20)
+            for r, n in enumerate(s.lens):
+                for i in range(n + 1): s.kv.v[0][s.st.table[r, i // 4], i % 4] = torch.arange(G, dtype=torch.float32)[:, None].expand(G, 16)
+                for i in range(n + 1): s.kv.k[0][s.st.table[r, i // 4], i % 4] = 0.5
+            out = attend(s.att, 0, s.randn(2, H, 16), None, 1e-6, s.at, s.count, shape=shape).view(2, H, 16)[s.live]
+            assert torch.allclose(out, (torch.arange(H) // (H // G)).float()[:, None].expand(H, 16).expand_as(out), atol=1e-5)
+
+    def test_a_prompt_fed_as_places_and_as_tiles(monkeypatch):
+        "Several tokens of one row in one launch; chunks with a past, longer than a tile, under a window."
+        monkeypatch.setattr(kernels, "prompt_tile", lambda E, itemsize: 16)
+        for window in (None, 5):
+            a, b = (Scene(5, 64, 4, 2, 4, window, most=36, rows=2, qk_norm=window is None) for _ in range(2))
+            for s in (a, b):
+                for r in range(2):
+                    for i in range(9): s.st.table[r, i] = 2 + 9 * r + i
+            starts, lengths = [int(min(n, 12)) for n in a.lens], [17, 4]
+            pos = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths)])
+            for s in (a, b):
+                for t in (*s.kv.k, *s.kv.v):
+                    g = torch.Generator().manual_seed(1)
+                    t[2:] = torch.randn(t[2:].shape, generator=g)
+            owner, qkv = torch.tensor([0] * 17 + [1] * 4), a.randn(21, 8 * 64)
+            at = Places(a.st, owner, pos, torch.ones(21, dtype=torch.bool), a.at.cos, a.at.sin)
+            tiles, rows = torch.from_numpy(prompt_tiles(starts, lengths, 16)), torch.tensor([0, 1])
+            for layer in range(2):
+                q, k, v = b.torch_heads(qkv, pos)
+                want = b.att.prefill(layer, q, k, v, b.att.prefill_meta(b.st.table[:2], starts, lengths)).reshape(21, -1)
+                mine = rotate_write(a.att, layer, qkv, a.weight, 1e-6, at)
+                for out in (attend_prompt(a.att, layer, mine, tiles, rows, a.st), attend(a.att, layer, mine, a.weight, 1e-6, at, a.count, shape=AttendShape(2, 16, 16, 2, 16, 4, 1))):
+                    assert (out - want).abs().max() < 2e-5
+                assert (a.kv.k[layer][2:] - b.kv.k[layer][2:]).abs().max() < 1e-5 and (a.kv.v[layer][2:] == b.kv.v[layer][2:]).all()
+
+    def state(R=8, V=300, seed=0, penalties=False):
+        st, sampler = DecodeState(R, 32, 4), SamplerState(R + 1, V, "cpu")
+        p = [SamplingParams(temperature=0, eos_ids=(5, 9), stop_ids=(5, 9, 17, *([200 + r] if r % 2 else [])), presence_penalty=penalties * 0.5) for r in range(R)]
+        sampler.init_rows([RowInit(r, r + 3, p[r], np.arange(3, dtype=np.int32), 3, 30) for r in range(R)])
+        g = torch.Generator().manual_seed(seed)
+        st.token[:R], st.len[:R], st.limit[:R] = torch.randint(0, V, (3, R), generator=g)[0], torch.tensor([3, 9, 28, 28, 5, 6, 31, 7]), torch.tensor([30, 30, 30, 31, 30, 30, 32, 30])
+        st.quota[:R], st.status[:R], st.generation[:R] = torch.tensor([2, 1, 3, 1, 0, 2, 1, 4]), torch.tensor([1, 1, 1, 1, 1, 3, 1, 1]), torch.arange(R) + 3
+        st.step.fill_(65534 + seed)
+        return st, sampler, Ring(5, R, torch.device("cpu"))
+
+    def fields(st, sampler, ring):
+        return [st.ints, st.history, st.step, ring.words] + ([sampler.counts.data] if sampler.counts.data is not None else [])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_greedy_tail_is_sample_and_advance(dtype):
+        "EOS, STOP, LENGTH, NaN, +inf, all -inf, quota 0, an ended row, the padding row twice, ties, a tag that wraps; penalty counts go on."
+        V = 2500                                                    # more than one piece, the last one short
+        for seed, penalties in ((0, False), (1, True)):
+            logits = torch.randn(10, V, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            for place, token in ((0, 9), (1, 17), (2, 2499), (3, 201), (7, 40)): logits[place, token] = 50
+            logits[7, 2300] = 50                                    # a tie over two pieces: the first id wins
+            logits[5] = logits[6] = NAN                              # 5 has ended before
+            if seed: logits[0, 7], logits[1], logits[2, 2100] = NAN, -float("inf"), float("inf")
+            rows = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 8])
+            worlds = [state(V=V, seed=seed, penalties=penalties) for _ in range(2)]
+            for (st, sampler, ring), program in zip(worlds, (TorchProgram, FusedProgram)):
+                act = st.live(rows)
+                fed = feed_rows(st, rows)
+                assert (fed[0] == st.token[rows]).all() and (fed[1] == st.len[rows]).all() and (fed[2] == st.len[rows] + 1).all() and (fed[3] == act).all()
+                program.finish(program, st, sampler, ring, logits.clone(), rows, st.len[rows] + 1, act, variant_of(SamplingParams(temperature=0)))
+            (st, sampler, ring), mine = worlds
+            words, fused = ring.words.clone(), mine[2].words
+            quiet = (words >> 44 & 1) == 0                          # without a token the token's bits mean nothing
+            words[quiet] &= ~((1 << 24) - 1); fused[quiet] &= ~((1 << 24) - 1)
+            for x, y in zip(fields(st, sampler, ring)[:3] + [words] + fields(st, sampler, ring)[4:], fields(*mine)): assert torch.equal(x, y)
+            seen = set(st.status[:8].tolist())
+            assert {RowStatus.NAN, RowStatus.LENGTH} <= seen and (seed or {RowStatus.EOS, RowStatus.STOP} <= seen)
+
+    def test_other_variants_write_the_same_words():
+        rows, logits = torch.tensor([0, 1, 2, 3, 4, 6, 7, 8]), torch.randn(8, 300, generator=torch.Generator().manual_seed(0))
+        variant = variant_of(SamplingParams(temperature=0.8, top_k=20, presence_penalty=0.5, logprobs=2))
+        worlds = [state(penalties=True) for _ in range(2)]
+        for (st, sampler, ring), program in zip(worlds, (TorchProgram, FusedProgram)):
+            program.finish(program, st, sampler, ring, logits, rows, st.len[rows] + 1, st.live(rows), variant)
+        for x, y in zip(fields(*worlds[0]) + worlds[0][2].side, fields(*worlds[1]) + worlds[1][2].side): assert torch.equal(x, y)
+
+    PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [40, 41], [100], [5, 6, 7, 8, 9, 10, 200]]
+
+    @pytest.mark.parametrize("kw", [dict(), dict(qk_norm=False, window=6, attention_bias=True, o_bias=True, mlp_bias=True)], ids=["qwen3", "llama window biases"])
+    def test_engine_says_what_the_torch_program_says(kw):
+        c = config(**kw)
+        model = Transformer.from_tensors(c, random_tensors(c, 3))
+        params = [SamplingParams(temperature=0, max_tokens=6), SamplingParams(temperature=0, max_tokens=3), SamplingParams(temperature=0.9, seed=3, top_k=30, max_tokens=5), SamplingParams(temperature=0, max_tokens=4)]
+        texts = []
+        for program in (TorchProgram, FusedProgram):
+            core = make_core(model, CoreConfig(n_blocks=40, block_size=3 if kw else 4, max_num_seqs=3, max_model_len=32, window_steps=2, prefill_chunk=7), program=program)
+            texts.append(generate(core, PROMPTS, params))
+            assert core.scheduler.pool.n_held == 0
+        assert texts[0] == texts[1]
+
+    def test_logits_of_distinct_places():
+        "`distinct` and the launch with its own write give the same logits, and the torch program's."
+        c = config()
+        model = Transformer.from_tensors(c, random_tensors(c, 4))
+        outs = []
+        for kind in range(3):
+            s = Scene(7)
+            program = (TorchProgram if kind == 0 else FusedProgram)(model, s.att)
+            hidden = program.decode(s.st, torch.tensor([1, 2, 3, 4]), s.at.rows, s.at.positions, s.live, 11, **(dict(distinct=True) if kind == 2 else {}))
+            outs.append(program.head(hidden)[s.live])
+        assert (outs[1] - outs[0]).abs().max() < 1e-4 and (outs[2] - outs[1]).abs().max() < 1e-5
+
+    def test_refusals_name_the_reason():
+        make = lambda E=64, dtype=torch.float32: Transformer.from_tensors(c := config(E), random_tensors(c), dtype)
+        for model, device, words in ((make(32), "cpu", "head size 32"), (make(dtype=torch.float64), "cpu", "float64"), (ForcedModel(), "cpu", "ForcedModel")):
+            ok, why = fused_available(model, device)
+            assert not ok and words in why
+        with pytest.raises(ValueError, match="head size 32"): FusedProgram(make(32), None)
+        assert fused_available(make(), "cpu")[0]
+        shape = attend_shape(1, 12, 4, 64, 512)
+        assert (shape.U, shape.M) == (1, 1) and shape.S * shape.least <= 512 and attend_shape(256, 12, 4, 64, 512).U == 3
+        for B in range(1, 600): assert (s := attend_shape(B, 16, 8, 128, 4096)).S & (s.S - 1) == 0 and (s.S == 1 or B * 16 // s.U <= 8192)
