@@ -10,7 +10,7 @@ import gc, importlib, json, os, sys, time, traceback
 from dataclasses import fields
 from typing import Any
 
-FAST_RUNNER, FAST_PROGRAM = "llminfer.cuda_graphs:GraphRunner", "llminfer.kernels:TritonProgram"
+GRAPHS, FUSED = "llminfer.cuda_graphs:GraphRunner", "llminfer.kernels:FusedProgram"
 
 
 def named(where: str) -> Any:
@@ -20,18 +20,20 @@ def named(where: str) -> Any:
     except (ImportError, AttributeError) as e: raise LookupError(f"{where} is not available: {e}") from None
 
 
-def build_core(model: Any, runner: str | None = "auto", program: str | None = "auto", **settings: Any) -> Any:
-    "A core with the fastest parts there are (auto), the plain ones (None) or named ones; `LookupError` for an unknown part or setting."
+def fastest(model: Any) -> dict[str, str]:
+    "The runner and program that the engine would take for this model on its device."
+    if model.device.type != "cuda": return {}
+    ok, why = named("llminfer.kernels:fused_available")(model, model.device)
+    if not ok: print(f"no fused program: {why}", file=sys.stderr)
+    return {"runner": GRAPHS} | ({"program": FUSED} if ok else {})
+
+
+def build_core(model: Any, parts: dict[str, str] | None = None, **settings: Any) -> Any:
+    "A core of named parts (None: the fastest there are, {}: the plain ones); `LookupError` for an unknown part or setting."
     from llminfer.core import CoreConfig, make_core
     if unknown := set(settings) - {f.name for f in fields(CoreConfig)}: raise LookupError(f"CoreConfig has no {', '.join(sorted(unknown))}")
-    parts = {}
-    for key, what, fast in (("runner", runner, FAST_RUNNER), ("program", program, FAST_PROGRAM)):
-        if what == "auto":
-            try:
-                if model.device.type == "cuda": parts[key] = named(fast)
-            except LookupError as e: print(e, file=sys.stderr)
-        elif what: parts[key] = named(what)
-    return make_core(model, CoreConfig(**settings), **parts)
+    parts = fastest(model) if parts is None else parts
+    return make_core(model, CoreConfig(**settings), **{k: named(v) for k, v in parts.items()})
 
 
 def path_of(core: Any) -> dict[str, Any]:
@@ -51,8 +53,9 @@ class Ours:
         import torch
         from llminfer.loading import load_model
         loaded = load_model(model, getattr(torch, dtype), device)
+        ahead = {"window_steps": 8, "max_in_flight": 2, "follow": True} if device == "cuda" else {}   # as the engine's own defaults
         self.core = build_core(loaded, **dict(n_blocks=n_blocks, max_num_seqs=rows, max_model_len=max_model_len, max_num_batched_tokens=budget,
-            window_steps=8, max_in_flight=2 if device == "cuda" else 1, prefix_cache=False) | extra)
+            prefix_cache=False) | ahead | extra)
         import llminfer
         return {"version": llminfer.__version__}
 

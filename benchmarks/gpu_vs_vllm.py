@@ -200,6 +200,7 @@ class Model:
 
     def stop(self) -> None:
         if "vllm" in self.children: self.info["vllm"] |= log_facts(self.children["vllm"].log)
+        for child in self.children.values(): child.send("quit")
         for child in self.children.values(): child.quit()
         self.children.clear()
 
@@ -257,7 +258,9 @@ def smi(query: str) -> str:
     except (OSError, subprocess.TimeoutExpired, IndexError): return ""
 
 
-def gpu_bytes() -> int: return int(smi("memory.total").split()[0]) << 20
+def gpu_bytes() -> int:
+    "Memory of the GPU; without one, enough for any model: the arm will say what is missing."
+    return int((smi("memory.total") or "1000000").split()[0]) << 20
 
 
 def environment(a: argparse.Namespace) -> dict[str, Any]:

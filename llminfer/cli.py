@@ -23,8 +23,8 @@ __all__ = ['VERSION', 'PANELS', 'SAMPLING', 'OUTPUT', 'MODEL', 'MEMORY', 'HUB', 
            'with_flags', 'engine_config', 'request_fields', 'in_flags', 'given', 'failure', 'exit_code', 'OneLineGroup',
            'SectionedCommand', 'main', 'status', 'check_writable', 'session', 'read_prompt', 'prompt_fields',
            'generate', 'plain', 'put_json', 'token_lines', 'put_result', 'run', 'put_chunk', 'stream', 'pull', 'Check',
-           'check_linear', 'probe', 'check_attention', 'check_prefix', 'installed', 'check_environment', 'run_checks',
-           'put_panel', 'machine', 'info']
+           'check_linear', 'probe', 'check_attention', 'check_prefix', 'check_environment', 'run_checks', 'put_panel',
+           'machine', 'info']
 
 # %% ../nbs/28_cli.ipynb #77b598c6
 VERSION: str = importlib.import_module("llminfer").__version__
@@ -467,12 +467,7 @@ def check_prefix(b: PagedEngine) -> Check:
     detail = f"{second.cached_tokens} of {n} prompt tokens found the second time" + ("" if fine else f"; {n - 1} and equal tokens wanted")
     return Check("prefix cache", "ok" if fine else "failed", detail)
 
-# %% ../nbs/28_cli.ipynb #9a5a5be4
-def installed(name: str, use: str) -> Check:
-    "An optional package: present or not, and what it is for."
-    if importlib.util.find_spec(name.replace("-", "_").removesuffix("_python")) is None: return Check(name, "off", f"not installed ({use})")
-    return Check(name, "off", f"{importlib.metadata.version(name)} is installed; {use}: not built yet")
-
+# %% ../nbs/28_cli.ipynb #efedb3b3
 def check_environment(b: PagedEngine) -> list[Check]:
     "What there is besides: windows, GPU, graphs, kernels."
     import torch
@@ -483,8 +478,8 @@ def check_environment(b: PagedEngine) -> list[Check]:
     windows = f"{L.window_steps} a launch, {L.max_in_flight} in flight" + ("" if L.window_steps > 1 else ": as it should be on a CPU")
     return [Check("decode steps", "ok" if L.window_steps > 1 else "off", windows),
             Check("cuda", "ok", gpu) if b.model and b.model.device.type == "cuda" else Check("cuda", "off", why),
-            Check("captured graphs", "off", "not built yet"), installed("triton", "own kernels"),
-            installed("flashinfer-python", "attention kernels")]
+            *(Check(name, "ok" if why.startswith(good) else "off", why) for name, why, good in
+              (("captured steps", b.parts.reasons["steps"], "captured"), ("own kernels", b.parts.reasons["kernels"], "triton")))]
 
 def run_checks(engine: InferenceEngine) -> list[Check]:
     "Run every check; one that raises has failed."

@@ -116,6 +116,7 @@ class EngineConfig(EngineSettings):
     seed: int | None = None                   # seed of the seeds of unseeded requests; None: from the system
     trace: bool = False                       # keep an event log
     num_threads: int | None = None            # torch threads on a CPU; None: leave as it is
+    kernels: str = "auto"                     # auto, torch (every operation by torch, as below compute capability 8.0) or triton
 
     def __post_init__(self):
         self.backend = _as_enum(Backend, self.backend)
@@ -191,7 +192,7 @@ CACHE_RULES: dict[str, Rule] = {
     "enable_paged_kv": _BOOL, "page_size_tokens": _int(1, 65536), "gpu_memory_fraction": _num(0, 1),
     "num_blocks": _or_none(_int(2, _MAX), "as many as memory allows"), "cpu_kv_bytes": _int(1, 2**63 - 1)}
 
-# %% ../nbs/00_config.ipynb #612e80a3
+# %% ../nbs/00_config.ipynb #3682954b
 ENGINE_RULES: dict[str, Rule] = {
     "model_name": _text("demo, a folder, a .gguf file or a hub id"), "backend": _enum(Backend),
     "quant": _a(QuantConfig), "cache": _a(CacheConfig),
@@ -215,7 +216,8 @@ ENGINE_RULES: dict[str, Rule] = {
     "window_steps": _or_none(_int(1, 256), "1 on a CPU and a fixed time on a GPU"),
     "max_in_flight": _or_none(_int(1, 2), "1 on a CPU and 2 on a GPU"),
     "seed": _or_none(_int(-2**63, 2**64 - 1), "a seed from the system"),
-    "trace": _BOOL, "num_threads": _or_none(_int(1, 4096), "torch's own number")}
+    "trace": _BOOL, "num_threads": _or_none(_int(1, 4096), "torch's own number"),
+    "kernels": _choice("auto", "torch", "triton")}
 
 # %% ../nbs/00_config.ipynb #d79ef41f
 def _check(obj: Any, rules: dict[str, Rule], prefix: str = "") -> None:

@@ -18,7 +18,7 @@ from .runner import TorchProgram, TorchRunner
 from .tracing import Trace, fault_point
 
 # %% auto #0
-__all__ = ['EngineStuckError', 'EngineCore', 'launch_windows', 'CoreConfig', 'make_core', 'generate']
+__all__ = ['EngineStuckError', 'EngineCore', 'Pace', 'launch_windows', 'CoreConfig', 'make_core', 'generate']
 
 # %% ../nbs/13_core.ipynb #2130720b
 class EngineStuckError(RuntimeError):
@@ -37,12 +37,12 @@ class EngineCore:
         self.scheduler, self.runner, self.max_in_flight, self.clock = scheduler, runner, max_in_flight, clock
         self.trace = trace or Trace()
         self.tickets: deque[tuple[Plan, Ticket]] = deque()
+        self.next_id = 0                   # a sequence id that nobody has used, for callers without ids of their own
+        self.pace: Pace | None = None      # chooses K by time; None: always the scheduler's
         self.on_admit: Callable[[list[int], float], None] | None = None   # told which sequences got a row for the first time, and when
 
     @property
-    def has_work(self) -> bool:
-        "Some sequence is not finished, or some window not yet read."
-        return self.scheduler.has_work or bool(self.tickets)
+    def has_work(self) -> bool: return self.scheduler.has_work or bool(self.tickets)
 
     def add(self, seq_ids: Seq[int], ids: np.ndarray, params: Seq[SamplingParams], **kw: Any) -> None:
         "Queue one prompt with one sequence for each of its samples; raises `RequestError` if it can never run."
@@ -57,13 +57,37 @@ class EngineCore:
         deltas = launch_windows(self)
         if self.tickets:
             plan, ticket = self.tickets[0]
-            harvest = ticket.harvest(timeout)
+            harvest, now = ticket.harvest(timeout), self.clock()
             if harvest.done: self.tickets.popleft()
-            deltas += self.scheduler.commit(harvest, self.clock())
+            if self.pace and harvest.done: self.pace.note(now, plan, bool(self.tickets))
+            deltas += self.scheduler.commit(harvest, now)
         elif not deltas and self.scheduler.has_work:
-            s = self.scheduler
-            raise EngineStuckError(f"nothing to launch with {s.n_waiting} waiting and {s.n_running} running sequences")
+            raise EngineStuckError(f"nothing to launch: {self.scheduler.n_waiting} waiting, {self.scheduler.n_running} running")
         return deltas
+
+# %% ../nbs/13_core.ipynb #e5260748
+class Pace:
+    "Chooses the number of steps of a window from the measured time of a step."
+    def __init__(self,
+        most: int,               # largest K
+        idle_ms: float = 8.0,    # aim when nobody waits
+        busy_ms: float = 2.0,    # aim when a request waits or streams
+    ):
+        self.most, self.idle_ms, self.busy_ms = most, idle_ms, busy_ms
+        self.step_s, self.last, self.watched = 0.0, 0.0, False
+
+    def note(self, now: float, plan: Plan, follows: bool) -> None:
+        "A window is done at `now`; `follows`: another was in flight, so that the device never paused."
+        if self.last and plan.K and not plan.prefill:
+            s = (now - self.last) / plan.K
+            self.step_s = s if not self.step_s else 0.8 * self.step_s + 0.2 * s
+        self.last = now if follows else 0.0
+
+    def steps(self, waiting: bool) -> int | None: # None: as the scheduler likes
+        "Steps of the next window."
+        if not self.step_s: return None
+        ms = self.busy_ms if waiting or self.watched else self.idle_ms
+        return max(1, min(self.most, round(ms / 1e3 / self.step_s)))
 
 # %% ../nbs/13_core.ipynb #73045f6b
 def launch_windows(core: EngineCore) -> list[SeqDelta]:
@@ -74,7 +98,8 @@ def launch_windows(core: EngineCore) -> list[SeqDelta]:
         if core.runner.wants_idle:            # steps to capture: let the device run dry first
             if core.tickets: break
             core.runner.idle()
-        plan = core.scheduler.plan(now := core.clock())
+        K = core.pace.steps(core.scheduler.n_waiting > 0) if core.pace else None
+        plan = core.scheduler.plan(now := core.clock(), K)
         deltas += core.scheduler.drain_deltas()
         if plan is None: break
         if core.on_admit and core.scheduler.admitted: core.on_admit(core.scheduler.admitted, now)
@@ -96,6 +121,7 @@ class CoreConfig:
     prefill_chunk: int | None = None        # most tokens of one prompt a step; None: the step's budget
     window_steps: int = 1                   # K
     max_in_flight: int = 1                  # tickets
+    by_time: bool = False                   # K follows the measured time of a step, up to window_steps
     follow: bool = False                    # a window follows a prefill in one launch: for devices that run ahead of the host
     prefix_cache: bool = True
     eviction: str = "lru"
@@ -118,7 +144,9 @@ def make_core(model: Any, # `Transformer`, or anything with its interface
         follow=cfg.follow, vocab_size=c.vocab_size), trace)
     run = runner(model, kv, program(model, attention), max_rows=cfg.max_num_seqs, max_model_len=cfg.max_model_len,
         window_steps=cfg.window_steps, max_in_flight=cfg.max_in_flight, reveal=cfg.reveal)
-    return EngineCore(sched, run, cfg.max_in_flight, trace, clock)
+    core = EngineCore(sched, run, cfg.max_in_flight, trace, clock)
+    if cfg.by_time: core.pace = Pace(cfg.window_steps)
+    return core
 
 # %% ../nbs/13_core.ipynb #18763a4a
 def generate(core: EngineCore,
@@ -127,9 +155,9 @@ def generate(core: EngineCore,
 ) -> list[list[int]]:
     "Run prompts to their ends and return the new ids of each; raises `RuntimeError` if one ends with an error."
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    base = getattr(core, "_next_id", 0)
+    base = core.next_id
     for i, (p, sp) in enumerate(zip(prompts, each)): core.add([base + i], np.asarray(p, np.int32), [sp])
-    core._next_id = base + len(prompts)               # type: ignore[attr-defined]
+    core.next_id = base + len(prompts)
     out: list[list[int]] = [[] for _ in prompts]
     while core.has_work:
         for d in core.step():

@@ -36,7 +36,7 @@ from llminfer.loading import make_tiny
 from llminfer.request import ContextLengthError, GenerationRequest, RequestError
 from llminfer.tokenization import load_tokenizer
 from llminfer.tracing import inject
-from support.engines import (all_closed, counters, engine_around, engine_threads, forced_engine, forced_prompt, ids_of, oracle, paged, pieces, pool_of, settle, tiny,
+from support.engines import (all_closed, counters, engine_around, engine_threads, forced_engine, forced_prompt, ids_of, oracle, paged, pieces, settle, tiny,
     tiny_engine)
 
 GREEDY = dict(temperature=0.0, ignore_eos=True)

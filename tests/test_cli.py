@@ -304,7 +304,7 @@ def test_self_check(flags, off, tiny):
     checks = {c["name"]: c for c in json.loads(ok("info", "-m", tiny, "--self-check", "--json", *flags.split()))["self_check"]}
     ours = {"packed linear", "paged attention", "prefix cache", "decode steps"}
     assert {n for n in ours if checks[n]["state"] == "off"} == off and {n for n in ours if checks[n]["state"] == "ok"} == ours - off
-    assert all(c["detail"] and c["state"] in ("ok", "off") for c in checks.values()) and checks["captured graphs"]["detail"] == "not built yet"
+    assert all(c["detail"] and c["state"] in ("ok", "off") for c in checks.values()) and checks["captured steps"]["detail"] == "eager (nothing to capture on a CPU)"
 
 def test_self_check_sees_wrong_numbers(tiny, monkeypatch):
     from llminfer.model import Transformer

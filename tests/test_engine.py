@@ -4,11 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from llminfer.backends import GenerationError, PagedEngine, resolve_params
+from llminfer.backends import GenerationError, resolve_params
 from llminfer.config import CacheConfig, ConfigError, EngineConfig
 from llminfer.core import CoreConfig, generate, make_core
 from llminfer.engine import InferenceEngine
-from llminfer.request import ContextLengthError, GenerationRequest, RequestError
+from llminfer.request import GenerationRequest, RequestError
 from llminfer.runner import NoSync, TorchRunner
 from llminfer.tracing import inject
 from support.engines import (counters, engine_around, engine_threads, forced_engine, forced_prompt, all_closed, oracle, paged, pieces,
@@ -21,9 +21,7 @@ GREEDY = dict(temperature=0.0, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def clean():
     "A test that leaves an engine thread behind fails."
-    with all_closed():
-        yield
-        gc.collect()
+    with all_closed(): yield
 
 
 # A crowd in which every feature is used by somebody.

@@ -46,7 +46,7 @@ class World:
     def unlink(self, block: int) -> None:
         name = self.content.pop(block)
         twins = [b for b, n in self.content.items() if n == name]
-        if twins: self.owner[name] = next(b for b in twins if self.pool._node[b].block == b)  # any twin may step in: ask which
+        if twins: self.owner[name] = next(b for b in twins if self.pool._node[b].block == b)  # type: ignore[union-attr]  # any twin may step in: ask which
         else:
             del self.owner[name]
             self.cached_at.pop(name, None)

@@ -349,7 +349,7 @@ def test_over_large_and_absent_top_k_in_one_batch_with_a_greedy_row():
     out = bench.state.sample(logits[:2], r, n, h, cover(params[:2]))           # the only k is over-large
     assert out.tokens[1] == t[1]
 
-@pytest.mark.parametrize("params", [P(logit_bias=((64, 1.0),)), P(logit_bias=((-1, 1.0),)), P(stop_ids=(74,)), P(logit_bias=(("abc", 1.0),)), P(bad_words_ids=((1, 64),)),
+@pytest.mark.parametrize("params", [P(logit_bias=((64, 1.0),)), P(logit_bias=((-1, 1.0),)), P(stop_ids=(74,)), P(logit_bias=(("abc", 1.0),)), P(bad_words_ids=((1, 64),)),  # type: ignore[arg-type]
     P(logit_bias=((3, 101.0),)), P(logit_bias=((3, float("nan")),)), P(stop_ids=(-1,)), P(stop_ids=(True,))])
 def test_ids_outside_the_vocabulary_are_refused_by_name(params):
     "B08; and a refused row changes nothing."

@@ -1,0 +1,165 @@
+"""Microseconds of one captured decode step, per part and per layer, with the logits checked first. Needs CUDA.
+
+    PYTHONPATH=. python3 benchmarks/kernel_table.py [--models esme-214m qwen3-0.6b] [--batches 1 8 64 256] [--context 320] [--parts] [--out FILE]
+
+Random bf16 weights, greedy, every row at the same context; one CUDA graph a step, token feedback and positions on the device. A part's time is what the step
+loses when the part is left out, so overlap is included. `error` is |logits - fp32 reference| / |reference| for one step of the whole model;
+`torch_error` the same of the torch program in bf16. No prefill, no scheduler, no detokenising."""
+import argparse, json, os, statistics, time
+from datetime import UTC, datetime
+from pathlib import Path
+import numpy as np
+import torch
+from llminfer import kernels as K
+from llminfer.attention import KVPool, PagedAttention
+from llminfer.interfaces import RowInit, variant_of
+from llminfer.kernels import FusedProgram, feed_rows
+from llminfer.model import ModelConfig, Transformer, tensor_shapes
+from llminfer.request import SamplingParams
+from llminfer.runner import DecodeState, Ring, TorchProgram
+from llminfer.sampling import SamplerState
+
+SHAPES = {"esme-214m": (32768, 768, 2048, 30, 12, 4, 64), "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128)}
+GREEDY = variant_of(SamplingParams(temperature=0))
+
+
+def build(name, dtype=torch.bfloat16):
+    "A random model on the GPU, matrices scaled by their width, and the same numbers in fp32."
+    V, D, F, L, H, G, E = SHAPES[name]
+    c = ModelConfig("qwen3", V, D, F, L, H, G, E, rope_theta=1e6, qk_norm=True, tie_embeddings=True, max_position_embeddings=4096)
+    g = torch.Generator("cuda").manual_seed(0)
+    make = lambda n, s: torch.randn(s, generator=g, device="cuda") * s[1] ** -0.5 if len(s) == 2 else 1 + 0.1 * torch.randn(s, generator=g, device="cuda")
+    tensors = {n: make(n, s).to(dtype) for n, s in tensor_shapes(c).items()}
+    return [Transformer.from_tensors(c, tensors, t, "cuda") for t in (dtype, torch.float32)]
+
+
+class World:
+    "B rows at one context over scattered pages."
+    def __init__(self, model, B, context, source=None):
+        c, block = model.config, 16
+        width = -(-(context + 256) // block)
+        self.st, self.kv = DecodeState(B, width * block, block, "cuda"), KVPool(c.n_layers, B * width + 1, block, c.n_kv_heads, c.head_dim, model.dtype, "cuda")
+        self.sampler, self.ring = SamplerState(B + 1, c.vocab_size, "cuda"), Ring(64, B, torch.device("cuda"), pinned=True)
+        self.attention, self.B, self.context, self.nb = PagedAttention(self.kv, c.n_heads, windows=c.windows), B, context, -(-(context + 64) // block)
+        self.sampler.init_rows([RowInit(r, 0, SamplingParams(temperature=0, eos_ids=(0, 1)), np.arange(3, dtype=np.int32), 3, 10 ** 6) for r in range(B)])
+        g = torch.Generator("cuda").manual_seed(1)
+        self.st.table[:B] = torch.randperm(B * width, generator=g, device="cuda").view(B, width).int() + 1
+        if source is None: self.kv.data.normal_(generator=g)
+        else: self.kv.data.copy_(source.kv.data)
+        self.kv.data[:, self.kv.zero_slot] = 0
+        self.rows, self.tokens = torch.arange(B, device="cuda"), torch.randint(2, c.vocab_size, (B,), generator=g, device="cuda")
+        self.reset()
+
+    def reset(self):
+        st, B = self.st, self.B
+        st.token[:B], st.len[:B], st.limit[:B], st.quota[:B], st.status[:B] = self.tokens, self.context, 10 ** 6, 10 ** 6, 1
+
+    def logits(self, program, **kw):
+        ids, pos, _, act = feed_rows(self.st, self.rows)
+        return program.head(program.decode(self.st, ids, self.rows, pos, act, self.nb, **kw)).float()
+
+
+def time_step(step, world, groups=8, replays=24):
+    "Median microseconds of a replay of `step`, captured."
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2): step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): step()
+    out = []
+    for i in range(groups + 2):
+        world.reset()
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        for _ in range(replays): graph.replay()
+        b.record()
+        b.synchronize()
+        if i > 1: out.append(a.elapsed_time(b) / replays * 1e3)
+    return statistics.median(out)
+
+
+def full_step(program, w, **kw):
+    def step():
+        ids, pos, n, act = feed_rows(w.st, w.rows)
+        logits = program.head(program.decode(w.st, ids, w.rows, pos, act, w.nb, **kw))
+        program.finish(w.st, w.sampler, w.ring, logits, w.rows, n, act, GREEDY)
+    return step
+
+
+class Without:
+    "Leaves one part of the step out; what reads its result gets a buffer of the same shape."
+    def __init__(self, part, model, w):
+        c, B, new = model.config, w.B, lambda *s: torch.zeros(*s, dtype=model.dtype, device="cuda")
+        E, HE = c.head_dim, c.n_heads * c.head_dim
+        widths = {"qkv": HE + 2 * c.n_kv_heads * E, "o": c.hidden_size, "gate_up": 2 * c.intermediate_size, "down": c.hidden_size}
+        self.swaps = []
+        if part in widths:
+            out = new(B, widths[part])
+            self.swaps = [(layer, part, lambda h, out=out: out) for layer in model.layers]
+        elif part == "attend": self.swaps = [(K, "attend", lambda *a, out=new(B, HE), **k: out)]
+        elif part == "rotate": self.swaps = [(K, "rotate_write", lambda *a, out=new(B, c.n_heads, E), **k: out)]
+        elif part == "silu": self.swaps = [(K, "silu_mul", lambda *a, out=new(B, c.intermediate_size), **k: out)]
+        elif part == "norm": self.swaps = [(K, "add_norm", lambda x, y, wt, h, eps, ids=None: h)]
+        elif part == "finish": self.swaps = [(K, "finish_greedy", lambda *a: None)]
+
+    def __enter__(self):
+        self.old = [(o, n, getattr(o, n)) for o, n, _ in self.swaps]
+        for o, n, f in self.swaps: setattr(o, n, f)
+
+    def __exit__(self, *exc):
+        for o, n, f in self.old: setattr(o, n, f)
+
+
+def measure(name, batches, context, parts):
+    rows, (model, exact) = [], build(name)
+    for B in batches:
+        w = World(model, B, context)
+        program = FusedProgram(model, w.attention)
+        with torch.inference_mode():
+            ref = World(exact, B, context, w)
+            want = ref.logits(TorchProgram(exact, ref.attention))
+            distance = lambda x: ((x - want).norm() / want.norm()).item()
+            del ref
+            row = {"model": name, "batch": B, "context": context, "launches_a_layer": 8, "error": distance(w.logits(program, distinct=True)),
+                   "error_own_write": distance(w.logits(program)), "torch_error": distance(w.logits(TorchProgram(model, w.attention)))}
+            step = full_step(program, w, distinct=True)
+            row |= {"us_step": time_step(step, w), "us_step_own_write": time_step(full_step(program, w), w), "shape": vars(K.attend_shape(B, model.config.n_heads,
+                    model.config.n_kv_heads, model.config.head_dim, w.st.max_model_len))}
+            if parts:
+                row["us_step_torch"] = time_step(full_step(TorchProgramWords(model, w.attention), w), w, 4, 8)
+                each = {}
+                for part in ("norm", "qkv", "attend", "o", "gate_up", "silu", "down"):
+                    with Without(part, model, w): each[part] = (row["us_step"] - time_step(step, w, 4)) / model.config.n_layers
+                with Without("rotate", model, w): each["rotate"] = (row["us_step_own_write"] - time_step(full_step(program, w), w, 4)) / model.config.n_layers
+                with Without("finish", model, w): row["us_finish"] = row["us_step"] - time_step(step, w, 4)
+                h = torch.zeros(B, model.config.hidden_size, dtype=model.dtype, device="cuda")
+                row["us_head_alone"] = time_step(lambda: program.head(h), w, 4)
+                row["us_layer_by_part"] = each
+                row["us_layer"] = (row["us_step"] - row["us_finish"] - row["us_head_alone"]) / model.config.n_layers
+        rows.append(row)
+        print({k: round(v, 4) if isinstance(v, float) else {a: round(b, 2) for a, b in v.items()} if isinstance(v, dict) else v for k, v in row.items()}, flush=True)
+    return rows
+
+
+class TorchProgramWords(FusedProgram):
+    "The torch program's layers with this program's tail, which can write words to the host."
+    def decode(self, st, ids, rows, positions, act, nb=0, **kw): return TorchProgram.decode(self, st, ids, rows, positions, act, nb)
+
+
+def main():
+    ap = argparse.ArgumentParser()
+    ap.add_argument("--models", nargs="+", default=list(SHAPES))
+    ap.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
+    ap.add_argument("--context", type=int, default=320)
+    ap.add_argument("--parts", action="store_true")
+    ap.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "kernels_h200.json"))
+    a = ap.parse_args()
+    t = time.time()
+    rows = [r for m in a.models for r in measure(m, a.batches, a.context, a.parts)]
+    import triton
+    env = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__}
+    Path(a.out).write_text(json.dumps({"kind": "kernels", "date": datetime.now(UTC).date().isoformat(), "environment": env, "seconds": round(time.time() - t), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__": main()
