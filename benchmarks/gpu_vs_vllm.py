@@ -13,6 +13,7 @@ import argparse, atexit, json, os, platform, re, select, signal, statistics, sub
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+import torch
 from gpu_shapes import MODELS, ROOT, Prompts, floor_us, kv_token_bytes, matrix_params, write_model
 from llminfer.loading import open_checkpoint
 
@@ -86,9 +87,11 @@ class Model:
         self.children: dict[str, Child] = {}
         self.starting: dict[str, Child] = {}
         self.reasons: dict[str, str] = {}
-        self.info: dict[str, Any] = {arm: {} for arm in a.arms}
+        self.arms = [arm for arm in a.arms if arm != "hf" or name in (a.hf_models or a.models)]
+        self.info: dict[str, Any] = {arm: {} for arm in self.arms}
         t = time.perf_counter()
         self.folder = write_model(name, Path(a.folder) / f"{name}-{a.dtype}", a.device, a.dtype)
+        if a.device == "cuda": torch.cuda.empty_cache()
         self.write_s, self.config = time.perf_counter() - t, open_checkpoint(self.folder).config
         self.prompts, self.n_seed = Prompts(name, self.config.vocab_size, a.prompt), 0
         self.outputs: dict[tuple[str, int], dict[str, Any]] = {}
@@ -160,37 +163,42 @@ class Model:
                         reply = self.children[arm].call("run", prompts=prompts, n_new=n)
                         if any(len(t) != n for t in reply["tokens"]) or len(reply["tokens"]) != batch: raise ArmError(f"{arm}: not {batch} x {n} tokens")
                         seconds[arm][key].append(round(reply["seconds"], 6))
-                        if key == "full" and arm != "hf": self.outputs[arm, batch] = {"prompts": prompts, "outputs": reply["tokens"]}
+                        if key == "full" and arm != "hf": self.keep(arm, batch, prompts, reply["tokens"])
         with self.guard("ours"):
             if "ours" in self.children: self.info["ours"]["path"] = self.children["ours"].call("idle")["path"]
         return seconds
+
+    def keep(self, arm: str, batch: int, prompts: list[list[int]], tokens: list[list[int]]) -> None:
+        "Put some requests of a pair aside for the gate: the same ones of both sides."
+        n = min(-(-self.a.judged // self.a.pairs), batch)
+        case = self.outputs.setdefault((arm, batch), {"prompts": [], "outputs": []})
+        for i in range(0, n * (batch // n), batch // n) if n else ():
+            case["prompts"].append(prompts[i])
+            case["outputs"].append(tokens[i])
 
     def row(self, batch: int) -> dict[str, Any]:
         "Measure one batch size."
         seconds = self.measure(batch)
         floor = floor_us(self.config, batch, self.a.prompt + self.a.new / 2)
         row = empty_row(self.name, batch, self.reasons)
-        for arm in self.a.arms: row |= arm_figures(arm, seconds.get(arm, {}), batch, self.a.new)
+        for arm in self.arms: row |= arm_figures(arm, seconds.get(arm, {}), batch, self.a.new)
         ours, vllm = seconds.get("ours", {}), seconds.get("vllm", {})
         row["ratio_to_vllm"] = paired(vllm.get("full", []), ours.get("full", []))
         row["ratio_to_hf"] = paired(seconds.get("hf", {}).get("full", []), ours.get("full", []))
         row["decode_ratio"] = paired(*([f - g for f, g in zip(s.get("full", []), s.get("first", []))] for s in (vllm, ours)))
         if self.a.device == "cuda" and row.get("ours_step_us"): row |= {"floor_us": round(floor, 1), "share_of_floor": round(floor / row["ours_step_us"], 4)}
-        both = [self.outputs.get((arm, batch), {}).get("outputs") for arm in ("ours", "vllm")]
-        if all(both): row["equal_requests"] = [sum(x == y for x, y in zip(*both)), batch]
+        both = [self.outputs.get((arm, batch), {}).get("outputs", []) for arm in ("ours", "vllm")]
+        if all(both): row["equal_requests"] = [sum(x == y for x, y in zip(*both)), len(both[0])]   # of those put aside for the gate
         return row | {"reasons": dict(self.reasons), "seconds": seconds}
 
     def judge(self, rows: list[dict[str, Any]]) -> None:
         "Put both sides' tokens through the gate."
-        cases = {}
-        for (arm, batch), o in self.outputs.items():
-            pick = range(0, batch, max(batch // self.a.judged, 1))[:self.a.judged]
-            cases[f"{arm} {batch}"] = {k: [o[k][i] for i in pick] for k in ("prompts", "outputs")}
-        if not cases or not self.a.judged: return
+        cases = {f"{arm} {batch}": case for (arm, batch), case in self.outputs.items() if case["outputs"]}
+        if not cases: return
         child = self.spawn("judge")
         try:
             child.receive(self.a.load_timeout)
-            reply = child.call("judge", cases=cases, n_reference=max(self.a.judged, 6), timeout=300)
+            reply = child.call("judge", cases=cases, n_reference=2 * self.a.judged, timeout=300)
             for row in rows:
                 row["token_check"] = {arm: reply["verdicts"][k] for arm in ("ours", "vllm") if (k := f"{arm} {row['batch']}") in reply["verdicts"]}
                 row["token_check"]["reference"] = reply["reference"]
@@ -206,7 +214,7 @@ class Model:
 
     def restart_ours(self) -> None:
         "Once more from process start to first token: kernels cached, weights in the page cache, nothing else running."
-        if "ours" not in self.a.arms or "ours" in self.reasons: return
+        if "ours" not in self.arms or "ours" in self.reasons: return
         child = self.spawn("ours")
         try: again = {k: v for k, v in self.first_token(child).items() if k.endswith("_s")}
         except ArmError as e: again = {"error": str(e)}
@@ -248,7 +256,7 @@ def paired(theirs: list[float], ours: list[float]) -> float | None: # how many t
 def log_facts(log: Path) -> dict[str, Any]:
     "What vLLM's start-up log says about scheduling and graphs."
     text = log.read_text(errors="replace").replace("\r", "\n")
-    return {"async_scheduling": "Asynchronous scheduling is enabled" in text, "full_graphs": "(FULL)" in text, "v2_runner": "Using V2 Model Runner" in text,
+    return {"async_scheduling": "Asynchronous scheduling is enabled" in text, "full_graphs": bool(re.search(r"\((decode, )?FULL\)", text)), "v2_runner": "Using V2 Model Runner" in text,
             "log": list(dict.fromkeys(LOG_LINES.findall(text)))[:20]}
 
 
@@ -284,6 +292,7 @@ class Record:
     "The JSON record, written whole after every change."
     def __init__(self, a: argparse.Namespace):
         settings = {k: getattr(a, k) for k in ("device", "dtype", "prompt", "new", "pairs", "hf_pairs", "budget", "judged", "together", "extra")}
+        settings["vllm_environment"] = {k: v for k, v in os.environ.items() if k.startswith("VLLM_")}
         self.path, self.data = Path(a.out), {"kind": "gpu_vs_vllm", "environment": environment(a), "settings": settings, "models": {}, "rows": []}
 
     def write(self) -> None:
@@ -297,7 +306,7 @@ def run_model(m: Model, a: argparse.Namespace, record: Record) -> None:
     "All batch sizes of one model, the gate, the restart."
     late = lambda: time.perf_counter() - a.t0 > a.deadline
     entry = record.data["models"][m.name]
-    m.start(["hf"] if a.together and "hf" in a.arms else [] if a.together else a.arms)
+    m.start([x for x in m.arms if x == "hf" or not a.together])
     m.wait()
     record.data["environment"]["vllm"] = m.info.get("vllm", {}).get("version") or record.data["environment"].get("vllm")
     rows: list[dict[str, Any]] = []
@@ -325,10 +334,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     ap.add_argument("--batches", type=lambda s: [int(x) for x in s.split(",")], default=[1, 8, 64, 256])
     ap.add_argument("--pairs", type=int, default=5)
     ap.add_argument("--hf-pairs", type=int, default=2, help="timed runs of the hf arm")
+    ap.add_argument("--hf-models", type=items, default=[], help="models that get the hf arm; default: all")
     ap.add_argument("--prompt", type=int, default=256, help="prompt tokens")
     ap.add_argument("--new", type=int, default=128, help="new tokens")
     ap.add_argument("--budget", type=int, default=16384, help="tokens a step, both engines")
-    ap.add_argument("--judged", type=int, default=4, help="requests of each batch and side that the gate judges; 0: no gate")
+    ap.add_argument("--judged", type=int, default=12, help="requests of each batch and side that the gate judges, at least one a pair; 0: no gate")
     ap.add_argument("--device", default="cuda")
     ap.add_argument("--dtype", default=None, help="default: bfloat16, on a CPU float32")
     ap.add_argument("--together", action="store_true", help="start all children of all models at once: saves minutes, but start-up times then share the CPU")
@@ -359,7 +369,7 @@ def prepare(name: str, a: argparse.Namespace, record: Record) -> Model | None:
         print(f"{name}: {type(e).__name__}: {e}", flush=True)
         return None
     record.data["models"][name] = {"write_s": round(m.write_s, 1), "kernels_cached_before": kernel_cache(), "arms": m.info}
-    if a.together: m.start([x for x in a.arms if x != "hf"])
+    if a.together: m.start([x for x in m.arms if x != "hf"])
     return m
 
 

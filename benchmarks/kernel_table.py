@@ -1,15 +1,16 @@
 """Microseconds of one captured decode step, per part and per layer, with the logits checked first. Needs CUDA.
 
-    PYTHONPATH=. python3 benchmarks/kernel_table.py [--models esme-214m qwen3-0.6b] [--batches 1 8 64 256] [--context 320] [--parts] [--out FILE]
+    PYTHONPATH=. python3 benchmarks/kernel_table.py [--models esme-214m qwen3-0.6b] [--batches 1 8 64 256] [--parts] [--out FILE]
 
-Random bf16 weights, greedy, every row at the same context; one CUDA graph a step, token feedback and positions on the device. A part's time is what the step
-loses when the part is left out, so overlap is included. `error` is |logits - fp32 reference| / |reference| for one step of the whole model;
-`torch_error` the same of the torch program in bf16. No prefill, no scheduler, no detokenising."""
-import argparse, json, os, statistics, time
+Random bf16 weights, greedy, every row at the same context; one CUDA graph a step, token feedback and positions on the device.
+A part's time is what the step loses when the part is left out, so overlap is included. `error` is |logits - fp32 reference| / |reference|
+for one step of the whole model, `torch_error` the same of the torch program in bf16. No prefill, no scheduler, no detokenising."""
+import argparse, json, os, statistics
 from datetime import UTC, datetime
 from pathlib import Path
 import numpy as np
 import torch
+import triton
 from llminfer import kernels as K
 from llminfer.attention import KVPool, PagedAttention
 from llminfer.interfaces import RowInit, variant_of
@@ -18,6 +19,7 @@ from llminfer.model import ModelConfig, Transformer, tensor_shapes
 from llminfer.request import SamplingParams
 from llminfer.runner import DecodeState, Ring, TorchProgram
 from llminfer.sampling import SamplerState
+from llminfer.splitkv import attend_shape
 
 SHAPES = {"esme-214m": (32768, 768, 2048, 30, 12, 4, 64), "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128)}
 GREEDY = variant_of(SamplingParams(temperature=0))
@@ -28,8 +30,9 @@ def build(name, dtype=torch.bfloat16):
     V, D, F, L, H, G, E = SHAPES[name]
     c = ModelConfig("qwen3", V, D, F, L, H, G, E, rope_theta=1e6, qk_norm=True, tie_embeddings=True, max_position_embeddings=4096)
     g = torch.Generator("cuda").manual_seed(0)
-    make = lambda n, s: torch.randn(s, generator=g, device="cuda") * s[1] ** -0.5 if len(s) == 2 else 1 + 0.1 * torch.randn(s, generator=g, device="cuda")
-    tensors = {n: make(n, s).to(dtype) for n, s in tensor_shapes(c).items()}
+    normal = lambda s: torch.randn(s, generator=g, device="cuda")
+    make = lambda s: normal(s) * s[1] ** -0.5 if len(s) == 2 else 1 + 0.1 * normal(s)
+    tensors = {n: make(s).to(dtype) for n, s in tensor_shapes(c).items()}
     return [Transformer.from_tensors(c, tensors, t, "cuda") for t in (dtype, torch.float32)]
 
 
@@ -38,16 +41,19 @@ class World:
     def __init__(self, model, B, context, source=None):
         c, block = model.config, 16
         width = -(-(context + 256) // block)
-        self.st, self.kv = DecodeState(B, width * block, block, "cuda"), KVPool(c.n_layers, B * width + 1, block, c.n_kv_heads, c.head_dim, model.dtype, "cuda")
+        self.st = DecodeState(B, width * block, block, "cuda")
+        self.kv = KVPool(c.n_layers, B * width + 1, block, c.n_kv_heads, c.head_dim, model.dtype, "cuda")
         self.sampler, self.ring = SamplerState(B + 1, c.vocab_size, "cuda"), Ring(64, B, torch.device("cuda"), pinned=True)
-        self.attention, self.B, self.context, self.nb = PagedAttention(self.kv, c.n_heads, windows=c.windows), B, context, -(-(context + 64) // block)
-        self.sampler.init_rows([RowInit(r, 0, SamplingParams(temperature=0, eos_ids=(0, 1)), np.arange(3, dtype=np.int32), 3, 10 ** 6) for r in range(B)])
+        self.attention, self.B, self.context = PagedAttention(self.kv, c.n_heads, windows=c.windows), B, context
+        self.nb = -(-(context + 64) // block)     # for the torch program
+        params, ids = SamplingParams(temperature=0, eos_ids=(c.vocab_size - 1, c.vocab_size - 2)), np.arange(3, dtype=np.int32)
+        self.sampler.init_rows([RowInit(r, 0, params, ids, 3, 10 ** 6) for r in range(B)])
         g = torch.Generator("cuda").manual_seed(1)
+        self.rows, self.tokens = torch.arange(B, device="cuda"), torch.randint(0, c.vocab_size - 2, (B,), generator=g, device="cuda")
         self.st.table[:B] = torch.randperm(B * width, generator=g, device="cuda").view(B, width).int() + 1
         if source is None: self.kv.data.normal_(generator=g)
         else: self.kv.data.copy_(source.kv.data)
         self.kv.data[:, self.kv.zero_slot] = 0
-        self.rows, self.tokens = torch.arange(B, device="cuda"), torch.randint(2, c.vocab_size, (B,), generator=g, device="cuda")
         self.reset()
 
     def reset(self):
@@ -55,11 +61,12 @@ class World:
         st.token[:B], st.len[:B], st.limit[:B], st.quota[:B], st.status[:B] = self.tokens, self.context, 10 ** 6, 10 ** 6, 1
 
     def logits(self, program, **kw):
+        self.reset()
         ids, pos, _, act = feed_rows(self.st, self.rows)
         return program.head(program.decode(self.st, ids, self.rows, pos, act, self.nb, **kw)).float()
 
 
-def time_step(step, world, groups=8, replays=24):
+def time_step(step, world, groups=16, replays=8):
     "Median microseconds of a replay of `step`, captured."
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -100,7 +107,8 @@ class Without:
         elif part == "attend": self.swaps = [(K, "attend", lambda *a, out=new(B, HE), **k: out)]
         elif part == "rotate": self.swaps = [(K, "rotate_write", lambda *a, out=new(B, c.n_heads, E), **k: out)]
         elif part == "silu": self.swaps = [(K, "silu_mul", lambda *a, out=new(B, c.intermediate_size), **k: out)]
-        elif part == "norm": self.swaps = [(K, "add_norm", lambda x, y, wt, h, eps, ids=None: h)]
+        elif part == "norm":      # the first stays: the others leave its result as it is
+            self.swaps = [(K, "add_norm", lambda x, y, wt, h, eps, ids=None, real=K.add_norm: h if ids is None else real(x, y, wt, h, eps, ids))]
         elif part == "finish": self.swaps = [(K, "finish_greedy", lambda *a: None)]
 
     def __enter__(self):
@@ -111,38 +119,39 @@ class Without:
         for o, n, f in self.old: setattr(o, n, f)
 
 
-def measure(name, batches, context, parts):
-    rows, (model, exact) = [], build(name)
-    for B in batches:
-        w = World(model, B, context)
-        program = FusedProgram(model, w.attention)
-        with torch.inference_mode():
-            ref = World(exact, B, context, w)
-            want = ref.logits(TorchProgram(exact, ref.attention))
-            distance = lambda x: ((x - want).norm() / want.norm()).item()
-            del ref
-            row = {"model": name, "batch": B, "context": context, "launches_a_layer": 8, "error": distance(w.logits(program, distinct=True)),
-                   "error_own_write": distance(w.logits(program)), "torch_error": distance(w.logits(TorchProgram(model, w.attention)))}
-            step = full_step(program, w, distinct=True)
-            row |= {"us_step": time_step(step, w), "us_step_own_write": time_step(full_step(program, w), w), "shape": vars(K.attend_shape(B, model.config.n_heads,
-                    model.config.n_kv_heads, model.config.head_dim, w.st.max_model_len))}
-            if parts:
-                row["us_step_torch"] = time_step(full_step(TorchProgramWords(model, w.attention), w), w, 4, 8)
-                each = {}
-                for part in ("norm", "qkv", "attend", "o", "gate_up", "silu", "down"):
-                    with Without(part, model, w): each[part] = (row["us_step"] - time_step(step, w, 4)) / model.config.n_layers
-                with Without("rotate", model, w): each["rotate"] = (row["us_step_own_write"] - time_step(full_step(program, w), w, 4)) / model.config.n_layers
-                with Without("finish", model, w): row["us_finish"] = row["us_step"] - time_step(step, w, 4)
-                h = torch.zeros(B, model.config.hidden_size, dtype=model.dtype, device="cuda")
-                row["us_head_alone"] = time_step(lambda: program.head(h), w, 4)
-                row["us_layer_by_part"] = each
-                row["us_layer"] = (row["us_step"] - row["us_finish"] - row["us_head_alone"]) / model.config.n_layers
-        rows.append(row)
-        print({k: round(v, 4) if isinstance(v, float) else {a: round(b, 2) for a, b in v.items()} if isinstance(v, dict) else v for k, v in row.items()}, flush=True)
-    return rows
+def parts_of(program, model, w, row):
+    "Microseconds a layer of each part, and of what follows the layers."
+    L, step, each = model.config.n_layers, full_step(program, w, distinct=True), {}
+    for part in ("norm", "qkv", "attend", "o", "gate_up", "silu", "down"):
+        with Without(part, model, w): each[part] = (row["us_step"] - time_step(step, w, 6)) / L
+    with Without("rotate", model, w): each["rotate"] = (row["us_step_own_write"] - time_step(full_step(program, w), w, 6)) / L
+    with Without("finish", model, w): finish = row["us_step"] - time_step(step, w, 6)
+    h = torch.zeros(w.B, model.config.hidden_size, dtype=model.dtype, device="cuda")
+    head = time_step(lambda: program.head(h), w, 6)
+    return {"us_finish": finish, "us_head_alone": head, "us_layer": (row["us_step"] - finish - head) / L, "us_layer_by_part": each,
+            "us_step_torch": time_step(full_step(TorchLayers(model, w.attention), w), w, 4, 4)}
 
 
-class TorchProgramWords(FusedProgram):
+def distance(x, want): return ((x - want).norm() / want.norm()).item()
+
+
+@torch.inference_mode()
+def measure(name, model, exact, B, context, parts):
+    "One row of the table."
+    c, w = model.config, World(model, B, context)
+    program, ref = FusedProgram(model, w.attention), World(exact, B, context, w)
+    want = ref.logits(TorchProgram(exact, ref.attention))
+    row = {"model": name, "batch": B, "context": context, "error": distance(w.logits(program, distinct=True), want),
+           "error_own_write": distance(w.logits(program), want), "torch_error": distance(w.logits(TorchProgram(model, w.attention)), want),
+           "us_step": time_step(full_step(program, w, distinct=True), w), "us_step_own_write": time_step(full_step(program, w), w)}
+    shape = attend_shape(B, c.n_heads, c.n_kv_heads, c.head_dim, w.st.max_model_len)
+    row |= {"tok_s": B / row["us_step"] * 1e6, "shape": vars(shape)} | (parts_of(program, model, w, row) if parts else {})
+    short = lambda v: round(v, 4) if isinstance(v, float) else {a: short(b) for a, b in v.items()} if isinstance(v, dict) else v
+    print(short(row), flush=True)
+    return row
+
+
+class TorchLayers(FusedProgram):
     "The torch program's layers with this program's tail, which can write words to the host."
     def decode(self, st, ids, rows, positions, act, nb=0, **kw): return TorchProgram.decode(self, st, ids, rows, positions, act, nb)
 
@@ -155,11 +164,13 @@ def main():
     ap.add_argument("--parts", action="store_true")
     ap.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "kernels_h200.json"))
     a = ap.parse_args()
-    t = time.time()
-    rows = [r for m in a.models for r in measure(m, a.batches, a.context, a.parts)]
-    import triton
+    rows = []
+    for name in a.models:
+        models = build(name)
+        rows += [measure(name, *models, B, a.context, a.parts) for B in a.batches]
     env = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__}
-    Path(a.out).write_text(json.dumps({"kind": "kernels", "date": datetime.now(UTC).date().isoformat(), "environment": env, "seconds": round(time.time() - t), "rows": rows}, indent=1))
+    record = {"kind": "kernels", "date": datetime.now(UTC).date().isoformat(), "environment": env, "rows": rows}
+    Path(a.out).write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__": main()

@@ -115,12 +115,13 @@ def share_of(p, s, S: constexpr, LEAST: constexpr, WINDOW: constexpr, FRESH: con
 
 # %% ../nbs/14a_splitkv.ipynb #edf9ba8c
 @jit
-def load_tile(pool, table, i, ok, g, G: constexpr, E: constexpr, EP: constexpr, BLOCK: constexpr):
-    "Head g of the tokens at positions i [N] of the row whose blocks are at `table`: [N, EP], zeros where not ok."
+def load_tile(k_pool, v_pool, table, i, ok, g, G: constexpr, E: constexpr, EP: constexpr, BLOCK: constexpr):
+    "Keys and values of head g at positions i [N] of the row whose blocks are at `table`: [N, EP] each, zeros where not ok."
     e = tl.arange(0, EP)[None, :]
     page = tl.load(table + i // BLOCK, mask=ok, other=0).to(tl.int64)
-    cell = ((page * BLOCK + i % BLOCK) * G + g) * E
-    return tl.load(pool + cell[:, None] + e, mask=ok[:, None] & (e < E), other=0.0)
+    cell = (((page * BLOCK + i % BLOCK) * G + g) * E)[:, None] + e
+    m = ok[:, None] & (e < E)
+    return tl.load(k_pool + cell, mask=m, other=0.0), tl.load(v_pool + cell, mask=m, other=0.0)
 
 # %% ../nbs/14a_splitkv.ipynb #c52249d1
 @jit
@@ -133,14 +134,13 @@ def scan_lanes(q, k_pool, v_pool, table, g, lo, hi, scale, G: constexpr, E: cons
     for at in range(lo, hi, N):
         i = at + n
         ok = i < hi
-        k = load_tile(k_pool, table, i, ok, g, G, E, EP, BLOCK).to(tl.float32)
-        v = load_tile(v_pool, table, i, ok, g, G, E, EP, BLOCK).to(tl.float32)
-        x = tl.where(ok, tl.sum(q * k, 1) * scale, -1.0e30)
+        k, v = load_tile(k_pool, v_pool, table, i, ok, g, G, E, EP, BLOCK)
+        x = tl.where(ok, tl.sum(q * k.to(tl.float32), 1) * scale, -1.0e30)
         new = tl.maximum(m, x)
         keep = tl.exp2(m - new)
         w = tl.where(ok, tl.exp2(x - new), 0.0)
         l = l * keep + w
-        acc = acc * keep[:, None] + w[:, None] * v
+        acc = acc * keep[:, None] + w[:, None] * v.to(tl.float32)
         m = new
     top = tl.max(m[None, :], 1)
     part = tl.exp2(m - tl.max(m, 0))
@@ -157,8 +157,7 @@ def scan_dot(q, pos, k_pool, v_pool, table, g, lo, hi, scale, M: constexpr, G: c
     for at in range(lo, hi, N):
         i = at + tl.arange(0, N)
         ok = i < hi
-        k = load_tile(k_pool, table, i, ok, g, G, E, EP, BLOCK)
-        v = load_tile(v_pool, table, i, ok, g, G, E, EP, BLOCK)
+        k, v = load_tile(k_pool, v_pool, table, i, ok, g, G, E, EP, BLOCK)
         see = ok[None, :]
         if CAUSAL: see = see & (i[None, :] <= pos[:, None])
         if CAUSAL and WINDOW > 0: see = see & (i[None, :] > pos[:, None] - WINDOW)
@@ -266,7 +265,7 @@ class AttendShape:
     S: int        # splits
     least: int    # fewest tokens of a share
     warps: int
-    stages: int
+    stages: int   # tiles loaded ahead
 
 def attend_shape(
     B: int, H: int, G: int, E: int,
@@ -275,12 +274,15 @@ def attend_shape(
     processors: int = 132,
 ) -> AttendShape:
     "The launch for a batch of B."
-    ratio, wide = H // G, pow2(E) > 128 or itemsize > 2
-    if B * H <= processors: U, M, N, warps, least = 1, 1, 32 if wide else 64, 4, 64
-    else: U, M, N, warps, least = ratio, max(16, pow2(ratio + 1)), 32 if wide else 64, 4, 128
-    units = B * H // U
-    S = min(pow2(max(2 * processors // units, 1)), 64 if M == 1 else 16, pow2(-(-max_len // least)))
-    return AttendShape(U, M, N, S, least, warps, 3 if M > 1 else 1)
+    ratio, EP = H // G, pow2(E)
+    M = max(16, pow2(ratio + 1))
+    if B * H <= processors // 4: U, M, N, least, warps, stages = 1, 1, 32 if EP <= 64 else 64, 32 if EP <= 64 else 64, 4, 1
+    elif B * G <= processors: U, N, least, warps, stages = ratio, 128 if EP <= 64 else 64, 64, 4, 3 if EP <= 64 else 4
+    elif B * G <= 4 * processors: U, N, least, warps, stages = ratio, *((64, 64, 4, 5) if EP <= 64 else (32, 64, 1, 5))
+    else: U, N, least, warps, stages = ratio, 16, 64, 1, 5 if EP <= 64 else 6
+    if itemsize > 2 or EP > 128: N, warps, stages = min(N, 32), 4, 2
+    S = min(pow2(max(2 * processors // (B * H // U), 1)), 64 if M == 1 else 16, pow2(-(-max_len // least)))
+    return AttendShape(U, M, N, S, least, warps, stages)
 
 # %% ../nbs/14a_splitkv.ipynb #6b6fcd17
 def attend(att: PagedAttention, layer: int, q: Tensor, weight: Tensor | None, eps: float, at: Places, count: Tensor,

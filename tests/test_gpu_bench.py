@@ -19,7 +19,7 @@ def run(script, *args):
 
 
 def test_a_run_on_a_cpu_and_a_missing_arm(tmp_path):
-    run("gpu_vs_vllm.py", "--models", "tiny", "--arms", "ours,vllm,hf", "--batches", "1,3", "--prompt", "12", "--new", "6", "--pairs", "2", "--hf-pairs", "1", "--no-restart",
+    run("gpu_vs_vllm.py", "--models", "tiny", "--arms", "ours,vllm,hf", "--batches", "1,3", "--prompt", "12", "--new", "6", "--pairs", "2", "--hf-pairs", "1", "--judged", "6", "--no-restart",
         "--extra", '{"ours": {"window_steps": 4}}', "--folder", str(tmp_path / "m"), "--out", str(tmp_path / "r.json"))
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["kind"] == "gpu_vs_vllm" and record["environment"]["torch"] and record["settings"]["extra"] == {"ours": {"window_steps": 4}}
@@ -29,7 +29,7 @@ def test_a_run_on_a_cpu_and_a_missing_arm(tmp_path):
         assert "vllm" in r["reasons"]["vllm"] and set(r["reasons"]) == {"vllm"}
         assert {k: len(v["full"]) for k, v in r["seconds"].items() if k != "vllm"} == {"ours": 2, "hf": 1}
         check = r["token_check"]["ours"]
-        assert check["status"] == "exact" and check["n_tokens"] == 6 * r["batch"] and check["tolerance"] < 1e-2
+        assert check["status"] == "exact" and check["n_requests"] == 2 * r["batch"] and check["n_tokens"] == 6 * check["n_requests"] and check["tolerance"] < 1e-2
     arms = record["models"]["tiny"]["arms"]
     assert arms["ours"]["first_token_s"] > arms["ours"]["loaded_s"] > 0 and arms["ours"]["path"]["runner"] == "TorchRunner"
 

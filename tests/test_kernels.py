@@ -16,10 +16,11 @@ else:
     import numpy as np
     import pytest
     import torch
-    from llminfer import kernels
+    from llminfer import splitkv
     from llminfer.core import CoreConfig, generate, make_core
     from llminfer.interfaces import RowInit, RowStatus, variant_of
-    from llminfer.kernels import AttendShape, FusedProgram, Places, attend, attend_prompt, attend_shape, feed_rows, fused_available, prompt_tiles, rotate_write
+    from llminfer.kernels import FusedProgram, feed_rows, fused_available
+    from llminfer.splitkv import AttendShape, Places, attend, attend_prompt, attend_shape, prompt_tiles, rotate_write
     from llminfer.model import ForcedModel, Transformer, random_tensors
     from llminfer.request import SamplingParams
     from llminfer.runner import DecodeState, Ring, TorchProgram
@@ -67,7 +68,7 @@ else:
 
     def test_a_prompt_fed_as_places_and_as_tiles(monkeypatch):
         "Several tokens of one row in one launch; chunks with a past, longer than a tile, under a window."
-        monkeypatch.setattr(kernels, "prompt_tile", lambda E, itemsize: 16)
+        monkeypatch.setattr(splitkv, "prompt_tile", lambda E, itemsize: 16)
         for window, layer in ((None, 0), (5, 1)):
             a, b = (Scene(5, 64, 4, 2, 4, window, most=36, rows=2, qk_norm=window is None) for _ in range(2))
             for s in (a, b):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from llminfer.batching import Scheduler, SchedulerConfig
 from llminfer.config import ConfigError
 from llminfer.interfaces import GEN_MASK, CacheFullError, Plan, SeqDelta, Variant
@@ -28,14 +29,14 @@ def idle(s: Scheduler) -> None:
 
 class World:
     "Submits, steps, aborts at random and knows what every sequence must say."
-    def __init__(self, seed: int):
-        self.rng = r = random.Random(seed)
+    def __init__(self, r: random.Random):
+        self.rng = r
         block, D = r.choice([1, 3, 16]), r.choice([0, 0, 0, 2])
         small = r.random() < .7                                     # preemption is the rule, not the exception
         self.n_blocks = -(-MAX_LEN // block) + 1 + (r.randrange(8) if small else 400)
         reveal = (lambda left: r.randrange(0, left + 1)) if r.random() < .5 else None
         self.s, self.dev = make(self.n_blocks, block, r.choice([1, 3, 8]), r.choice([1, 4, 8]), r.choice([7, 64, None]), r.choice([8, 32, 128]), D=D,
-            cache=r.random() < .7, eviction=r.choice(["lru", "fifo", "none"]), reveal=reveal, follow=seed % 3 > 0)
+            cache=r.random() < .7, eviction=r.choice(["lru", "fifo", "none"]), reveal=reveal, follow=r.random() < .7)
         self.in_flight, self.now = r.choice([1, 2, 3]), 0.0
         self.tickets: deque[Any] = deque()
         self.want: dict[int, list[int]] = {}
@@ -139,9 +140,17 @@ class World:
         assert set(self.ends) == set(self.want) and not self.scores
         idle(self.s)
 
+@settings(max_examples=25)
+@given(st.randoms(use_true_random=False))
+def test_hypothesis_finds_no_world_that_goes_wrong(rng):
+    "The same worlds with hypothesis drawing every choice, so that a failure shrinks to the shortest story."
+    w = World(rng)
+    for _ in range(60): w.act()
+    w.finish()
+
 @pytest.mark.parametrize("seed", range(40))
 def test_10000_random_actions_leave_the_right_text_and_no_block(seed):
-    w = World(seed)
+    w = World(random.Random(seed))
     for _ in range(250): w.act()
     w.finish()
 
@@ -216,7 +225,7 @@ def test_B13_whole_prompt_cached():
     idle(s)
 
 def test_B17_random_events_on_64_blocks():
-    w = World(17)
+    w = World(random.Random(17))
     w.s, w.dev = make(64, 4, rows=8, K=4, budget=32)
     w.watch()
     w.n_blocks = 64

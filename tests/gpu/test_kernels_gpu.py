@@ -7,10 +7,11 @@ import pytest
 import torch
 from llminfer.core import CoreConfig, generate, make_core
 from llminfer.cuda_graphs import GraphRunner
-from llminfer.kernels import AttendShape, FusedProgram, Places, attend, attend_prompt, prompt_tile, prompt_tiles, rotate_write
+from llminfer.kernels import FusedProgram
 from llminfer.loading import load_model, make_tiny, open_checkpoint
 from llminfer.request import SamplingParams
 from llminfer.runner import TorchProgram
+from llminfer.splitkv import AttendShape, Places, attend, attend_prompt, prompt_tile, prompt_tiles, rotate_write
 from support.arrays import tiny_prompts
 from support.kernel_scenes import Scene
 

@@ -3,7 +3,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from llminfer.attention import KVPool, PagedAttention
-from llminfer.kernels import Places, rope_tables
+from llminfer.splitkv import Places, rope_tables
 from llminfer.model import ModelConfig, Rope, rotate
 from llminfer.runner import DecodeState
 
