@@ -22,7 +22,7 @@ from llminfer.tokenization import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from support.hf import hf_from_checkpoint  # noqa: E402
+from support.hf import hf_from_checkpoint
 
 
 def hf_generate(hf, prompts, new):

@@ -108,7 +108,8 @@ class Without:
         elif part == "rotate": self.swaps = [(K, "rotate_write", lambda *a, out=new(B, c.n_heads, E), **k: out)]
         elif part == "silu": self.swaps = [(K, "silu_mul", lambda *a, out=new(B, c.intermediate_size), **k: out)]
         elif part == "norm":      # the first stays: the others leave its result as it is
-            self.swaps = [(K, "add_norm", lambda x, y, wt, h, eps, ids=None, real=K.add_norm: h if ids is None else real(x, y, wt, h, eps, ids))]
+            real = K.add_norm
+            self.swaps = [(K, "add_norm", lambda x, y, wt, h, eps, ids=None: h if ids is None else real(x, y, wt, h, eps, ids))]
         elif part == "finish": self.swaps = [(K, "finish_greedy", lambda *a: None)]
 
     def __enter__(self):

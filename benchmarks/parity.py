@@ -16,9 +16,9 @@ from llminfer.tokenization import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from support.arrays import core_for, pairwise, run  # noqa: E402
-from support.hf import hf_from_checkpoint  # noqa: E402
-from support.prompts import PROMPTS  # noqa: E402
+from support.arrays import core_for, pairwise, run
+from support.hf import hf_from_checkpoint
+from support.prompts import PROMPTS
 
 
 def main():

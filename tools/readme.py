@@ -44,15 +44,16 @@ def outputs(cell: dict[str, Any]) -> str:
     return "".join("".join(o.get("text") or o.get("data", {}).get("text/plain", [])) for o in cell["outputs"]).rstrip()
 
 def readme(index: list[dict[str, Any]]) -> str:
-    "Markdown of the index: prose as it is but for links to notebooks, code fenced, outputs indented."
+    "Markdown of the index: prose as it is but for links to notebooks, code fenced (unless `echo: false`), outputs indented."
     nbs = settings()["nbs_path"]
     parts = ["<!-- Built from nbs/index.ipynb by tools/readme.py: edit the notebook, then `make readme`. -->"]
     for c in index:
         if c["cell_type"] == "markdown": parts.append(re.sub(r"\]\((\w+\.ipynb)\)", rf"]({nbs}/\1)", source(c).strip()))
         elif "hide" not in directives(c):
             code = "\n".join(line for line in source(c).splitlines() if not line.startswith("#|")).strip()
-            parts.append(f"```python\n{code}\n```")
-            if out := outputs(c): parts.append("\n".join("    " + line for line in out.splitlines()))
+            out = outputs(c)
+            if "#| echo: false" in source(c): parts.append(f"```\n{out}\n```")
+            else: parts += [f"```python\n{code}\n```", *(["\n".join("    " + line for line in out.splitlines())] if out else [])]
     return "\n\n".join(parts) + "\n"
 
 def build() -> dict[str, str]:
