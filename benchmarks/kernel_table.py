@@ -110,7 +110,6 @@ class Without:
         elif part == "norm":      # the first stays: the others leave its result as it is
             real = K.add_norm
             self.swaps = [(K, "add_norm", lambda x, y, wt, h, eps, ids=None: h if ids is None else real(x, y, wt, h, eps, ids))]
-        elif part == "finish": self.swaps = [(K, "finish_greedy", lambda *a: None)]
 
     def __enter__(self):
         self.old = [(o, n, getattr(o, n)) for o, n, _ in self.swaps]
@@ -126,10 +125,11 @@ def parts_of(program, model, w, row):
     for part in ("norm", "qkv", "attend", "o", "gate_up", "silu", "down"):
         with Without(part, model, w): each[part] = (row["us_step"] - time_step(step, w, 6)) / L
     with Without("rotate", model, w): each["rotate"] = (row["us_step_own_write"] - time_step(full_step(program, w), w, 6)) / L
-    with Without("finish", model, w): finish = row["us_step"] - time_step(step, w, 6)
-    h = torch.zeros(w.B, model.config.hidden_size, dtype=model.dtype, device="cuda")
+    h = torch.randn(w.B, model.config.hidden_size, dtype=model.dtype, device="cuda")
+    logits, n, act = program.head(h), torch.full_like(w.rows, w.context), torch.ones_like(w.rows, dtype=torch.bool)
     head = time_step(lambda: program.head(h), w, 6)
-    return {"us_finish": finish, "us_head_alone": head, "us_layer": (row["us_step"] - finish - head) / L, "us_layer_by_part": each,
+    finish = time_step(lambda: program.finish(w.st, w.sampler, w.ring, logits, w.rows, n, act, GREEDY), w, 6)
+    return {"us_finish_alone": finish, "us_head_alone": head, "us_layer": (row["us_step"] - finish - head) / L, "us_layer_by_part": each,
             "us_step_torch": time_step(full_step(TorchLayers(model, w.attention), w), w, 4, 4)}
 
 

@@ -93,7 +93,9 @@ def resolve_params(
 ) -> list[SamplingParams]: # one for each of the n samples
     "Turn a request into numbers for the sampler, checking every id against the vocabulary."
     for name in UNSUPPORTED:
-        if getattr(r, name): raise RequestError(f"{name} is not available on the paged backend yet; leave it out", name)
+        v = getattr(r, name)
+        if v is None or is_number(v, 0, 0) or hasattr(v, "__len__") and len(v) == 0: continue
+        raise RequestError(f"{name} is not available on the paged backend yet; leave it out", name)
     V, eos = min(config.vocab_size, tok.vocab_size), () if r.ignore_eos else tuple(config.eos_token_ids)
     bias = r.logit_bias or {}
     room = max(max_model_len - n_prompt, 0)

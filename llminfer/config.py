@@ -12,7 +12,7 @@ from typing import Any, Callable, TypeVar
 
 # %% auto #0
 __all__ = ['E', 'Rule', 'QUANT_RULES', 'CACHE_RULES', 'ENGINE_RULES', 'ConfigError', 'QuantMode', 'Backend', 'CacheEviction',
-           'QuantConfig', 'CacheConfig', 'EngineSettings', 'EngineConfig', 'short_repr', 'is_int', 'is_number',
+           'QuantConfig', 'CacheConfig', 'EngineSettings', 'EngineConfig', 'short_repr', 'plain', 'is_int', 'is_number',
            'number_range', 'check_config', 'resolve_device', 'resolve_dtype']
 
 # %% ../nbs/00_config.ipynb #daab441d
@@ -146,6 +146,10 @@ def short_repr(v: Any, width: int = 80) -> str:
     except Exception: s = f"<{type(v).__name__} that cannot be printed>"
     return s if len(s) <= width else s[:width - 3] + "..."
 
+def plain(v: Any) -> Any:
+    "A numpy scalar as Python's own number, which neither overflows nor rounds later; anything else as it is."
+    return v.item() if not isinstance(v, (int, float, str)) and getattr(v, "ndim", None) == 0 and hasattr(v, "item") else v
+
 def is_int(v: Any, lo: int, hi: int) -> bool:
     "An integer (numpy's too, a bool not) with lo <= v <= hi."
     ok = type(v) is int or (isinstance(v, Integral) and not isinstance(v, bool))
@@ -225,6 +229,7 @@ def _check(obj: Any, rules: dict[str, Rule], prefix: str = "") -> None:
         v = getattr(obj, name)
         shown = "a value that is not shown" if name == "hf_token" else short_repr(v)
         if not ok(v): raise ConfigError(f"{prefix}{name} must be {what}; got {shown}")
+        setattr(obj, name, plain(v))
 
 def check_config(cfg: EngineConfig) -> None:
     "Turn enum texts into members, then raise `ConfigError` for the first setting that its rule does not allow."

@@ -25,9 +25,9 @@ except ImportError:   # a machine without Triton can import this module; `fused_
     triton = tl = None  # type: ignore[assignment]
 
 # %% auto #0
-__all__ = ['NORM_WARPS', 'HEAD_SIZES', 'norm_kernel', 'add_norm', 'silu_kernel', 'silu_mul', 'gemv_kernel', 'product',
-           'best_kernel', 'ring_word', 'end_kernel', 'finish_greedy', 'words_kernel', 'write_words', 'feed_kernel',
-           'feed_rows', 'fused_available', 'FusedStack', 'FusedProgram']
+__all__ = ['HEAD_SIZES', 'norm_kernel', 'add_norm', 'silu_kernel', 'silu_mul', 'gemv_kernel', 'product', 'best_kernel',
+           'ring_word', 'end_kernel', 'finish_greedy', 'words_kernel', 'write_words', 'feed_kernel', 'feed_rows',
+           'fused_available', 'FusedStack', 'FusedProgram']
 
 # %% ../nbs/15_kernels.ipynb #8c978b07
 @jit
@@ -44,8 +44,6 @@ def norm_kernel(x, y, ids, weight, out, eps, D: constexpr, BLOCK: constexpr, EMB
     r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
     tl.store(out + t * D + d, v * r * tl.load(weight + d, mask=m, other=0.0).to(tl.float32), mask=m)
 
-NORM_WARPS = 4
-
 def add_norm(
     x: Tensor,                # [T, D] fp32, changed
     y: Tensor,                # [T, D] to add; with `ids`: the embedding [V, D]
@@ -56,7 +54,7 @@ def add_norm(
 ) -> Tensor:                  # out
     "Add to the residual and norm it."
     (T, D), embed = x.shape, ids is not None
-    warps = NORM_WARPS if D <= 2048 else 8
+    warps = 4 if D <= 2048 else 8
     norm_kernel[(T,)](x, y, ids if embed else x, weight, out, eps, D=D, BLOCK=pow2(D), EMBED=embed, num_warps=warps)
     return out
 

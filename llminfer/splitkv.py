@@ -276,12 +276,12 @@ def attend_shape(
     "The launch for a batch of B."
     ratio, EP = H // G, pow2(E)
     M = max(16, pow2(ratio + 1))
-    if B * H <= processors // 4: U, M, N, least, warps, stages = 1, 1, 32 if EP <= 64 else 64, 32 if EP <= 64 else 64, 4, 1
-    elif B * G <= processors: U, N, least, warps, stages = ratio, 128 if EP <= 64 else 64, 64, 4, 3 if EP <= 64 else 4
-    elif B * G <= 4 * processors: U, N, least, warps, stages = ratio, *((64, 64, 4, 5) if EP <= 64 else (32, 64, 1, 5))
+    if B * H <= processors // 4: U, M, N, least, warps, stages = 1, 1, 64, 48 if EP <= 64 else 64, 4, 1
+    elif B * G <= processors: U, N, least, warps, stages = ratio, 128, 80, 8 if EP <= 64 else 4, 3
+    elif B * G <= 4 * processors and EP <= 64: U, N, least, warps, stages = ratio, 64, 64, 4, 5
     else: U, N, least, warps, stages = ratio, 16, 64, 1, 5 if EP <= 64 else 6
-    if itemsize > 2 or EP > 128: N, warps, stages = min(N, 32), 4, 2
-    S = min(pow2(max(2 * processors // (B * H // U), 1)), 64 if M == 1 else 16, pow2(-(-max_len // least)))
+    if itemsize > 2 or EP > 128: N, warps, stages = 32, 4, 2
+    S = min(pow2(max(2 * processors // (B * H // U), 1)), 16, pow2(-(-max_len // least)))
     return AttendShape(U, M, N, S, least, warps, stages)
 
 # %% ../nbs/14a_splitkv.ipynb #6b6fcd17

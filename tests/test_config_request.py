@@ -57,10 +57,13 @@ def test_ranges_of_a_request(name, good, bad):
 @given(st.floats(allow_nan=True, allow_infinity=True) | st.integers(-2**70, 2**70))
 def test_temperature_is_accepted_exactly_in_its_range(t): assert (refused(temperature=t) is None) == (0 <= t <= 2)
 
-def test_checking_changes_nothing_and_returns_the_request():
+def test_checking_changes_nothing_and_gives_plain_numbers():
     r = GenerationRequest("hi", stop_sequences=["a"], logit_bias={1: 2.0}, prompt_token_ids=None)
     before = copy.deepcopy(r)
-    assert validate_request(r) is r and r == before
+    assert validate_request(r) == r == before
+    odd = validate_request(GenerationRequest("hi", n=np.int8(100), temperature=np.float32(0.5), deadline_s=np.float16(3), seed=np.uint64(2**64 - 1)))
+    assert [type(v) for v in (odd.n, odd.temperature, odd.deadline_s, odd.seed)] == [int, float, float, int] and odd.seed == 2**64 - 1
+    assert type(EngineConfig(max_num_seqs=np.int8(100)).validate().max_num_seqs) is int
 
 def test_greedy_is_every_temperature_below_1e_4():
     assert [SamplingParams(temperature=t).greedy for t in (0, 1e-8, 1e-5, 9.9e-5, 1e-4, 1)] == [True] * 4 + [False] * 2

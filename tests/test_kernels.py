@@ -29,10 +29,10 @@ else:
 
     SHAPES = [AttendShape(1, 1, 16, 1, 16, 4, 1), AttendShape(1, 1, 8, 4, 8, 4, 1), AttendShape(0, 16, 16, 2, 16, 4, 1), AttendShape(0, 16, 8, 4, 8, 4, 1)]
 
-    @pytest.mark.parametrize("case", range(11))
+    @pytest.mark.parametrize("case", range(10))
     def test_decode_attention_is_the_reference(case):
         "Random tables, lengths, dead rows, windows, head sizes, blocks and launches; both ways to write the new token; NaN everywhere else."
-        E, (H, G), block = ((64, 80, 96, 128, 16), (64,))[case >= 10][case % 5 if case < 10 else 0], ((4, 2), (3, 1), (4, 4), (6, 2))[case % 4], (4, 1, 3, 16)[case % 4]
+        E, (H, G), block = (64, 80, 96, 128, 16)[case % 5], ((4, 2), (3, 1), (4, 4), (6, 2))[case % 4], (4, 1, 3, 16)[case % 4]
         dtype, window = torch.float16 if case % 7 == 6 else torch.float32, (None, 1, 9)[case % 3]
         shape = SHAPES[case % 4]
         if not shape.U: shape = AttendShape(H // G, *list(vars(shape).values())[1:])
@@ -170,5 +170,5 @@ else:
         with pytest.raises(ValueError, match="head size 32"): FusedProgram(make(32), None)
         assert fused_available(make(), "cpu")[0]
         shape = attend_shape(1, 12, 4, 64, 512)
-        assert (shape.U, shape.M) == (1, 1) and shape.S * shape.least <= 512 and attend_shape(256, 12, 4, 64, 512).U == 3
+        assert (shape.U, shape.M) == (1, 1) and shape.S // 2 * shape.least < 512 and attend_shape(256, 12, 4, 64, 512).U == 3
         for B in range(1, 600): assert (s := attend_shape(B, 16, 8, 128, 4096)).S & (s.S - 1) == 0 and (s.S == 1 or B * 16 // s.U <= 8192)
