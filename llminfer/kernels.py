@@ -261,6 +261,8 @@ class FusedProgram(FusedStack):
     plan_free = True
     writes_host = True
 
+    def feed(self, st: DecodeState, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]: return feed_rows(st, rows)
+
     def decode(self, st: DecodeState, ids: Tensor, rows: Tensor, positions: Tensor, act: Tensor, nb: int = 0,
         distinct: bool = False, # each live row comes once: a launch less a layer
     ) -> Tensor: # [B, D]

@@ -205,12 +205,18 @@ class TorchProgram:
     def __init__(self, model: Any, attention: PagedAttention):
         self.model, self.attention, self.head = model, attention, model.head
 
+    def feed(self, st: DecodeState, rows: Tensor) -> tuple[Tensor, ...]: # ids, positions, n_total [B] int64; act [B] bool
+        "What each row feeds in its next step."
+        positions = st.len.index_select(0, rows)
+        return st.token.index_select(0, rows), positions, positions + 1, st.live(rows)
+
     def decode(self, st: DecodeState,
         ids: Tensor,        # [B] int64, the token that each place feeds
         rows: Tensor,       # [B] int64; a row may come several times, with different positions
         positions: Tensor,  # [B] int64
         act: Tensor,        # [B] bool: others write nothing and give zeros
         nb: int,            # blocks that the longest row may need
+        distinct: bool = False, # no row comes twice: keys may be written where they are read
     ) -> Tensor: # [B, D]
         "Hidden states of one token a place; each attends to its row's positions up to its own."
         meta = self.attention.decode_meta(st.table.index_select(0, rows)[:, :nb], positions, act)
@@ -304,9 +310,9 @@ def decode_window(r: TorchRunner, plan: Plan, t: RunnerTicket) -> None:
 def decode_step(r: TorchRunner, rows: Tensor, nb: int, variant: Variant) -> None:
     "One step: feed each row's last token, draw the next, move on. Everything it reads and writes is on the device."
     st, p = r.state, r.program
-    pos, act = st.len.index_select(0, rows), st.live(rows)
-    hidden = p.decode(st, st.token.index_select(0, rows), rows, pos, act, nb)
-    p.finish(st, r.sampler, r.ring, p.head(hidden), rows, pos + 1, act, variant)
+    ids, positions, n_total, act = p.feed(st, rows)
+    hidden = p.decode(st, ids, rows, positions, act, nb, True)
+    p.finish(st, r.sampler, r.ring, p.head(hidden), rows, n_total, act, variant)
 
 # %% ../nbs/12_runner.ipynb #9cbe5008
 def prefill_step(r: TorchRunner, plan: Plan, t: RunnerTicket) -> None:
