@@ -437,7 +437,8 @@ def read_model(b: PagedBackend) -> tuple[CausalModel, Tokenizer]:
     device = resolve_device(c.device)
     ckpt = open_checkpoint(c.model_name, revision=c.hf_revision, token=c.hf_token, cache_dir=c.hf_cache_dir,
         local_files_only=c.hf_local_files_only)
-    tokenizer, model = load_tokenizer(ckpt.tokenizer), load_model(ckpt, resolve_dtype(c.dtype, device), device)
+    half = c.dtype == "auto" and ckpt.format == "gguf" and device != "cpu"   # its blocks have float16 scales: bfloat16 loses digits
+    tokenizer, model = load_tokenizer(ckpt.tokenizer), load_model(ckpt, resolve_dtype("float16" if half else c.dtype, device), device)
     b.format, b.load_s = ckpt.format, time.perf_counter() - t
     return model, tokenizer
 

@@ -104,7 +104,7 @@ def test_every_setting_gives_the_text_of_a_cpu(tiny, K, flight):
         core = make_core(load_model(tiny, torch.float64, device), cfg, runner=runner)
         texts += [generate(core, prompts, EVERYTHING) for _ in range(3)]
     assert all(t == texts[0] for t in texts)
-    assert core.runner.graphs and all(g.uses for g in core.runner.graphs.values())
+    assert sum(g.uses for g in core.runner.graphs.values()) > 40
 
 
 @pytest.mark.parametrize("edge", [1, 2, 15, 16, 17, 24, 25, 32, 33, 36])
