@@ -53,7 +53,7 @@ class Ours:
         import torch
         from llminfer.loading import load_model
         loaded = load_model(model, getattr(torch, dtype), device)
-        ahead = {"window_steps": 8, "max_in_flight": 2, "follow": True} if device == "cuda" else {}   # as the engine's own defaults
+        ahead = {"window_steps": 16, "by_time": True, "max_in_flight": 2, "follow": True} if device == "cuda" else {}   # as the engine's own defaults
         self.core = build_core(loaded, **dict(n_blocks=n_blocks, max_num_seqs=rows, max_model_len=max_model_len, max_num_batched_tokens=budget,
             prefix_cache=False) | ahead | extra)
         import llminfer
