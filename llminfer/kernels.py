@@ -25,9 +25,9 @@ except ImportError:   # a machine without Triton can import this module; `fused_
     triton = tl = None  # type: ignore[assignment]
 
 # %% auto #0
-__all__ = ['HEAD_SIZES', 'norm_kernel', 'add_norm', 'silu_kernel', 'silu_mul', 'gemv_kernel', 'product', 'best_kernel',
-           'ring_word', 'end_kernel', 'finish_greedy', 'words_kernel', 'write_words', 'feed_kernel', 'feed_rows',
-           'fused_available', 'FusedStack', 'FusedProgram']
+__all__ = ['GEMV_MOST', 'HEAD_SIZES', 'norm_kernel', 'add_norm', 'silu_kernel', 'silu_mul', 'gemv_kernel', 'product', 'gemv',
+           'best_kernel', 'ring_word', 'end_kernel', 'finish_greedy', 'words_kernel', 'write_words', 'feed_kernel',
+           'feed_rows', 'fused_available', 'FusedStack', 'FusedProgram']
 
 # %% ../nbs/15_kernels.ipynb #8c978b07
 @jit
@@ -77,6 +77,8 @@ def silu_mul(gate_up: Tensor) -> Tensor: # [T, 2F] -> [T, F]
     return out
 
 # %% ../nbs/15_kernels.ipynb #1c4c8077
+GEMV_MOST = 1 << 23   # weights of a matrix; larger ones are faster in cuBLAS, as `benchmarks/gpu_checks.py` found
+
 @jit
 def gemv_kernel(x, w, bias, out, N, K: constexpr, ROWS: constexpr, BK: constexpr, BIAS: constexpr):
     "out [N] = w [N, K] x + bias."
@@ -93,8 +95,12 @@ def gemv_kernel(x, w, bias, out, N, K: constexpr, ROWS: constexpr, BK: constexpr
     tl.store(out + r, y, mask=r < N)
 
 def product(linear: Any, x: Tensor) -> Tensor: # [T, K] -> [T, N]
-    "A linear layer: by our own kernel for one token and dense weights, else as it comes."
-    if x.shape[0] > 1 or type(linear) is not Dense: return linear(x)
+    "A linear layer: by our own kernel for one token and dense weights that are not too large for it, else as it comes."
+    own = x.shape[0] == 1 and type(linear) is Dense and linear.weight.numel() <= GEMV_MOST
+    return gemv(linear, x) if own else linear(x)
+
+def gemv(linear: Dense, x: Tensor) -> Tensor: # [1, K] -> [1, N]
+    "One row by our own kernel."
     w, (N, K) = linear.weight, linear.weight.shape
     rows = min(max(pow2(N // 264 + 1) // 2, 2), 32)
     out, bias = x.new_empty(1, N), linear.bias
