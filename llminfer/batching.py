@@ -182,6 +182,8 @@ class Lives(Books):
     def _forget(self, s: Sequence) -> None:
         "Leave the books; children that did not fork yet become requests of their own."
         del self.seqs[s.seq_id]
+        if len(self._deadlines) > 64 + 2 * len(self.seqs):                    # deadlines of the finished
+            self._deadlines = sorted(d for d in self._deadlines if d[1] in self.seqs)
         if s.children:
             first, first.children, s.children = s.children[0], s.children[1:], []
             self._enqueue([first])

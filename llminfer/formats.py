@@ -14,7 +14,8 @@ import torch
 
 # %% auto #0
 __all__ = ['FLOATS', 'BLOCKS', 'GGML_TYPES', 'LoadError', 'row_bytes', 'dequantize', 'RawTensor', 'map_file', 'check_layout',
-           'read_safetensors', 'write_safetensors', 'read_sharded', 'read_json', 'Cursor', 'read_strings', 'read_gguf']
+           'read_safetensors', 'write_safetensors', 'read_sharded', 'read_json', 'read_text', 'Cursor', 'read_strings',
+           'read_gguf']
 
 # %% ../nbs/04a_formats.ipynb #3b288719
 class LoadError(ValueError):
@@ -178,11 +179,18 @@ def _only_file(folder: Path) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     "A JSON object, or a line that says which file is broken."
-    try: d = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError: raise LoadError(f"{path}: missing") from None
-    except (OSError, ValueError, RecursionError) as e: raise LoadError(f"{path}: not valid JSON ({e})") from None
+    try: d = json.loads(read_text(path))
+    except LoadError: raise
+    except (ValueError, RecursionError) as e: raise LoadError(f"{path}: not valid JSON ({e})") from None
     if not isinstance(d, dict): raise LoadError(f"{path}: must hold a JSON object")
     return d
+
+def read_text(path: Path) -> str:
+    "The text of a small file."
+    if not path.is_file(): raise LoadError(f"{path}: {'not a file' if path.exists() else 'missing'}")
+    try: return path.read_text("utf-8")
+    except OSError as e: raise LoadError(f"{path}: cannot be read ({e.strerror})") from None
+    except ValueError as e: raise LoadError(f"{path}: not UTF-8 text ({e})") from None
 
 # %% ../nbs/04a_formats.ipynb #e87a168c
 class Cursor:

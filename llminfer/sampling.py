@@ -14,10 +14,11 @@ from .interfaces import RowInit, Variant
 from .request import RequestError, SamplingParams
 
 # %% auto #0
-__all__ = ['M0', 'M1', 'W0', 'W1', 'LOW', 'TARGET_STREAM', 'philox', 'gumbel', 'Noise', 'nearly_ranked', 'ranked', 'survivors',
-           'safe_cuts', 'penalise', 'tails', 'ban_ngrams', 'ban_words', 'token_logprobs', 'Sampled', 'FloatCol',
-           'IntCol', 'upload', 'RowTable', 'check_ids', 'PenaltyCounts', 'RowSettings', 'largest', 'blocks', 'whole',
-           'kept', 'among', 'draw', 'draw_cpu', 'draw_bounded', 'draw_exact', 'RowRules', 'SamplerState']
+__all__ = ['M0', 'M1', 'W0', 'W1', 'LOW', 'TARGET_STREAM', 'MOST', 'philox', 'gumbel', 'Noise', 'nearly_ranked', 'ranked',
+           'survivors', 'safe_cuts', 'penalise', 'tails', 'ban_ngrams', 'ban_words', 'flat_words', 'token_logprobs',
+           'Sampled', 'FloatCol', 'IntCol', 'upload', 'RowTable', 'check_ids', 'matching', 'check_lists',
+           'PenaltyCounts', 'RowSettings', 'largest', 'blocks', 'whole', 'kept', 'among', 'draw', 'draw_cpu',
+           'draw_bounded', 'draw_exact', 'RowRules', 'SamplerState']
 
 # %% ../nbs/10_sampling.ipynb #17dcf269
 M0, M1, W0, W1, LOW = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF
@@ -163,12 +164,26 @@ def ban_ngrams(
 
 def ban_words(
     x: Tensor,       # [B, V], changed in place
-    words: Tensor,   # [B, N, 1 + P] int64: last id (-1: no word), then the ids before it, newest first, -1 padded
+    words: Tensor,   # [B, S, 3] int32, all ids of a row's sequences one after the other, see `flat_words`
     history: Tensor, n_total: Tensor, # as for ban_ngrams
 ) -> None:
     "Ban the last id of each sequence whose other ids end the row's history."
-    tail = tails(history, n_total, words.shape[2] - 1)[:, None]
-    _ban(x, words[:, :, 0], ((words[:, :, 1:] == tail) | (words[:, :, 1:] == -1)).all(-1) & (words[:, :, 0] >= 0))
+    ids, back, first = words.unbind(-1)
+    at = n_total[:, None] - back
+    miss = (back > 0) & ((at < 0) | (history.gather(1, at.clamp(0, history.shape[1] - 1)) != ids))
+    seen = miss.cumsum(1)                                   # a sequence matches if nothing is missed from its first id on
+    _ban(x, ids, (first >= 0) & (seen == (seen - miss.long()).gather(1, first.clamp_min(0).long())))
+
+def flat_words(seqs: Sequence[Sequence[int]]) -> np.ndarray: # [S, 3] int32: id, how far before the new word, first id's place or -1
+    "Banned sequences for `ban_words`; only the last id of each, the one to ban, says where its sequence begins."
+    out = np.zeros((sum(map(len, seqs)), 3), np.int32)
+    at = 0
+    for w in seqs:
+        n = len(w)
+        out[at:at + n] = np.stack((np.array(w, np.int32), np.arange(n - 1, -1, -1), np.full(n, -1)), 1)
+        out[at + n - 1, 2] = at
+        at += n
+    return out
 
 # %% ../nbs/10_sampling.ipynb #4dfa478e
 def token_logprobs(
@@ -208,27 +223,30 @@ def upload(a: np.ndarray, device: torch.device) -> Tensor:
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 class RowTable:
-    "A padded array [R, ...] with a list for each row; costs nothing until a row has one."
-    def __init__(self, n_rows: int, width: tuple[int, ...], fill: float, dtype: torch.dtype, device: torch.device):
-        self.n_rows, self.width, self.fill, self.dtype, self.device = n_rows, width, fill, dtype, device
+    "A padded array [R, width, ...] with a list for each row; costs nothing until a row has one, and shrinks behind a long one."
+    def __init__(self, n_rows: int, width: int, fill: float, dtype: torch.dtype, device: torch.device, tail: tuple[int, ...] = ()):
+        self.n_rows, self.least, self.fill, self.dtype, self.device, self.tail = n_rows, width, fill, dtype, device, tail
         self.data: Tensor | None = None
-        self.used = np.zeros(n_rows, bool)
+        self.sizes = np.zeros(n_rows, np.int64)
+
+    @property
+    def width(self) -> int: return self.least if self.data is None else self.data.shape[1]
 
     def put(self, rows: list[int], at: Tensor, lists: list[np.ndarray]) -> bool: # True: the array moved
         "Replace the rows' lists; rows with none are cleared of a previous owner's."
-        used = np.array([a.size > 0 for a in lists])
-        if not (used.any() or self.used[rows].any()): return False
-        need, old = self.width, self.data
-        for a in lists: need = tuple(w if w >= s else max(s, 2 * w) for w, s in zip(need, a.shape))
-        moved = old is None or need != self.width
-        if moved:
-            self.data, self.width = torch.full((self.n_rows, *need), self.fill, dtype=self.dtype, device=self.device), need
-            if old is not None: self.data[tuple(slice(s) for s in old.shape)] = old
-        host = np.full((len(rows), *self.width), self.fill, torch.empty(0, dtype=self.dtype).numpy().dtype)
-        for h, a in zip(host, lists): h[tuple(slice(s) for s in a.shape)] = a
+        sizes = np.array([len(a) for a in lists])
+        if not (sizes.any() or self.sizes[rows].any()): return False
+        self.sizes[rows] = sizes
+        longest, old, width = int(self.sizes.max()), self.data, self.width
+        if longest > width: width = max(longest, 2 * width)
+        elif 4 * longest <= width: width = max(2 * longest, self.least)
+        if moved := old is None or width != old.shape[1]:
+            self.data = torch.full((self.n_rows, width, *self.tail), self.fill, dtype=self.dtype, device=self.device)
+            if old is not None: self.data[:, :old.shape[1]] = old[:, :width]
+        host = np.full((len(rows), width, *self.tail), self.fill, torch.empty(0, dtype=self.dtype).numpy().dtype)
+        for h, a in zip(host, lists): h[:len(a)] = a
         assert self.data is not None
         self.data.index_copy_(0, at, upload(host, self.device))
-        self.used[rows] = used
         return moved
 
 # %% ../nbs/10_sampling.ipynb #f7735f42
@@ -240,6 +258,18 @@ def check_ids(p: SamplingParams, vocab_size: int) -> None:
             raise RequestError(f"{name} holds {i!r}: a token id of this model is an integer from 0 to {vocab_size - 1}", name)
     for i, b in p.logit_bias:
         if not -100 <= b <= 100: raise RequestError(f"logit_bias of id {i} must be a number from -100 to 100, got {b!r}", "logit_bias")
+
+MOST = {"logit_bias": 65_536, "stop_token_ids": 4096, "bad_words": 65_536}   # ids in a request's lists: all rows' tables get as wide
+
+def matching(p: SamplingParams, max_len: int) -> list[tuple[int, ...]]:
+    "Bad words that a text of at most `max_len` tokens can hold."
+    return [w for w in p.bad_words_ids if 0 < len(w) <= max_len]
+
+def check_lists(p: SamplingParams, max_len: int = 2**31) -> None:
+    "Raise `RequestError` for lists so long that every step of the neighbours would pay for them; for the engine's door."
+    sizes = {"logit_bias": len(p.logit_bias), "stop_token_ids": len(p.stop_ids), "bad_words": sum(map(len, matching(p, max_len)))}
+    for name, n in sizes.items():
+        if n > MOST[name]: raise RequestError(f"{name} holds {n:,} token ids in all; at most {MOST[name]:,} are possible: send fewer", name)
 
 def _numbers(p: SamplingParams, n_prompt: int, V: int, n_eos: int) -> tuple[list[int], list[float]]:
     "A row's integers and floats; what is off gets a value that changes nothing."
@@ -255,13 +285,11 @@ def _stops(p: SamplingParams, V: int) -> tuple[list[int], int]:
     eos = [i for i in dict.fromkeys(p.eos_ids) if 0 <= i < V]
     return eos + [i for i in dict.fromkeys(p.stop_ids) if 0 <= i < V and i not in eos], len(eos)
 
-def _lists(p: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _lists(p: SamplingParams, max_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Bias ids and values (a bad word of one id is a bias of -inf), and longer bad words as `ban_words` reads them."
-    bias = dict(p.logit_bias) | {w[0]: -np.inf for w in p.bad_words_ids if len(w) == 1}
-    seqs = [w[::-1] for w in p.bad_words_ids if len(w) > 1]
-    words = np.full((len(seqs), max(map(len, seqs), default=0)), -1)
-    for row, w in zip(words, seqs): row[:len(w)] = w
-    return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float64), words
+    words = matching(p, max_len)
+    bias = dict(p.logit_bias) | {w[0]: -np.inf for w in words if len(w) == 1}
+    return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float64), flat_words([w for w in words if len(w) > 1])
 
 # %% ../nbs/10_sampling.ipynb #0243f565
 class PenaltyCounts:
@@ -303,10 +331,10 @@ class RowSettings:
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.ints = torch.zeros((max_rows, len(IntCol)), dtype=torch.int64, device=self.device)
         self.floats = torch.ones((max_rows, len(FloatCol)), dtype=self.dtype, device=self.device)
-        self.stop_ids = RowTable(max_rows, (8,), -1, torch.int64, self.device)
-        self.bias_ids = RowTable(max_rows, (32,), 0, torch.int64, self.device)
-        self.bias = RowTable(max_rows, (32,), 0.0, self.dtype, self.device)
-        self.words = RowTable(max_rows, (8, 4), -1, torch.int64, self.device)
+        self.stop_ids = RowTable(max_rows, 8, -1, torch.int64, self.device)
+        self.bias_ids = RowTable(max_rows, 32, 0, torch.int64, self.device)
+        self.bias = RowTable(max_rows, 32, 0.0, self.dtype, self.device)
+        self.words = RowTable(max_rows, 32, -1, torch.int32, self.device, (3,))
         self.counts = PenaltyCounts(max_rows, vocab_size, self.device)
         self.owners: dict[int, SamplingParams] = {}
         self.version = 0                        # changes when an array moves: graphs captured before are stale
@@ -315,9 +343,9 @@ class RowSettings:
         "Give rows to sequences; host to device only."
         if not inits: return
         rows, params, V = [r.row for r in inits], [r.params for r in inits], self.vocab_size
-        for p in params:
-            if p.logit_bias or p.bad_words_ids: check_ids(p, V)
-        stops, lists = [_stops(p, V) for p in params], [_lists(p) for p in params]
+        for r in inits:
+            if r.params.logit_bias or r.params.bad_words_ids: check_ids(r.params, V)
+        stops, lists = [_stops(p, V) for p in params], [_lists(r.params, r.limit) for r in inits]
         nums = [_numbers(r.params, r.n_prompt, V, s[1]) for r, s in zip(inits, stops)]
         packed = upload(np.array([[r, *n[0]] for r, n in zip(rows, nums)], np.int64), self.device)
         at = packed[:, 0]

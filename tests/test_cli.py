@@ -145,6 +145,14 @@ def test_bad_prompts_are_one_line(command, tiny, tmp_path):
     refused(command, "hi", "--max-tokens=many", words=("--max-tokens", "many"))
     refused("rnu", words=("rnu", "run"))
 
+def test_a_wrong_value_is_told_in_our_words(tiny):
+    for line, said in (("--backend vlm", "--backend must be auto or paged, got 'vlm' (eager, compiled, vllm: not available yet)"), ("-bvlm", "--backend must be auto or paged, got 'vlm' (eager, compiled, vllm: not available yet)"),
+                       ("--quant int9", "--quant must be none, got 'int9' (int8, nf4, fp4: not available yet)"), ("--seed abc", "--seed must be a whole number, got 'abc'"), ("--seed=1.5", "--seed must be a whole number, got '1.5'"),
+                       ("--temp hot", "--temp must be a number, got 'hot'"), ("--n x", "--n must be a whole number, got 'x'")):
+        assert refused("run", "hi", "-m", tiny, *line.split()) == f"error: {said}\n"
+    text = " ".join(ok("run", "--help").split())
+    for words in ("eager, compiled and vllm are not available yet", "int8, nf4 and fp4 are not available yet"): assert words in text
+
 def test_mistakes_in_a_real_process(broken, tiny):
     for args, word in ((("run", "x" * 801, "-m", tiny, "--no-chat"), "512"), (("info", "-m", broken(truncate=100)), "model.safetensors"), (("stream", "hi", "--quant", "int3"), "int3")):
         code, out, err = finished(process("-m", "llminfer.cli", *args))
@@ -166,9 +174,9 @@ def test_run_prints_text_and_numbers(tiny):
     from llminfer import EngineConfig, InferenceEngine
     with InferenceEngine(EngineConfig(tiny)) as engine: want = engine.chat([{"role": "user", "content": "hello"}], temperature=0, max_new_tokens=9, ignore_eos=True)
     out = ok("run", "hello", "-m", tiny, "--temp", 0, "--max-tokens", 9, "--ignore-eos")
-    assert re.fullmatch(re.escape(f"Generated:\n{want.generated_text}\n") + r"latency=\d+ms  tokens=9  tok/s=\d+\.\d  ttft=\d+ms\n", out), out
+    assert re.fullmatch(re.escape(f"Generated:\n{want.generated_text}\n") + r"latency=\d+ms  tokens=9  tok/s=\d+\.\d  ttft=\d+ms  finish=length\n", out), out
     streamed = ok("stream", "hello", "-m", tiny, "--temp", 0, "--max-tokens", 9, "--ignore-eos")
-    assert re.fullmatch(re.escape(f"Streaming:\n{want.generated_text}\n") + r"latency=\d+ms  tok/s=\d+\.\d  ttft=\d+ms\n", streamed), streamed
+    assert re.fullmatch(re.escape(f"Streaming:\n{want.generated_text}\n") + r"latency=\d+ms  tok/s=\d+\.\d  ttft=\d+ms  tokens=9  finish=length\n", streamed), streamed
 
 def test_json_of_run_and_stream(tiny):
     args = ("hello", "-m", tiny, "--seed", 3, "--temp", 1.5, "--max-tokens", 6, "--ignore-eos", "--logprobs", 2, "--json")
@@ -184,7 +192,7 @@ def test_json_of_run_and_stream(tiny):
 
 def test_samples_and_logprobs_as_text(tiny):
     out = ok("run", "hello", "-m", tiny, "--n", 2, "--seed", 1, "--temp", 1.5, "--max-tokens", 4, "--ignore-eos", "--logprobs", 1)
-    assert out.startswith("Generated 1 of 2:\n") and "\nGenerated 2 of 2:\n" in out and len(re.findall(r"^ +-\d+\.\d{4}  rank \d+", out, re.M)) == 8 and "tokens=8" in out
+    assert out.startswith("Generated 1 of 2:\n") and "\nGenerated 2 of 2:\n" in out and len(re.findall(r"^ +-\d+\.\d{4}  rank \d+", out, re.M)) == 8 and "tokens=8" in out and out.endswith("  finish=length,length\n")
     d = json.loads(ok("run", "hello", "-m", tiny, "--n", 2, "--seed", 1, "--temp", 1.5, "--max-tokens", 4, "--ignore-eos", "--json"))
     assert len(d["outputs"]) == 2 and all(f"\n{o['text']}\n" in out for o in d["outputs"])
 
@@ -232,7 +240,9 @@ def test_stop_strings(tiny):
     base = ("run", "hello", "-m", tiny, "--no-chat", "--temp", 0, "--max-tokens", 12, "--ignore-eos", "--json")
     whole = json.loads(ok(*base))
     text = whole["generated_text"]
-    for empty in (",", "", ",,"): assert json.loads(ok(*base, "--stop", empty))["token_ids"] == whole["token_ids"]      # an empty stop stops nothing
+    for empty in (",", "", ",,"):                       # an empty stop stops nothing, and says so
+        r = call(*base, "--stop", empty)
+        assert json.loads(r.stdout)["token_ids"] == whole["token_ids"] and r.stderr.startswith(f"hint: --stop {empty!r} holds no text") and r.stderr.count("\n") == 1
     cut = text[len(text) // 2:][:2]
     for stops in (["--stop", quote([cut]) + ","], ["--stop", "never", "--stop", quote([cut])]):
         d = json.loads(ok(*base, *stops))
@@ -246,6 +256,15 @@ def test_trace_is_json_lines(command, tiny, tmp_path):
     ok(command, "hello", "-m", tiny, "--max-tokens", 4, "--ignore-eos", "--trace", file)
     events = [json.loads(line) for line in file.read_text().splitlines()]
     assert events and all({"t", "event"} <= e.keys() for e in events) and "plan" in {e["event"] for e in events}
+
+@pytest.mark.parametrize("command", ["run", "stream"])
+def test_a_request_that_never_ran_leaves_no_trace_file(command, tiny, tmp_path, monkeypatch):
+    file = tmp_path / "trace.jsonl"
+    refused(command, "x" * 801, "-m", tiny, "--no-chat", "--trace", file, words=("512",))
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("llminfer.tracing._plain", lambda v: 1 / 0)       # the disk is full, say: nothing half-written
+    monkeypatch.setattr("json.dumps", lambda *_, **__: 1 / 0)
+    assert call(command, "hi", "-m", tiny, "--max-tokens", 2, "--trace", file).exit_code == 1 and list(tmp_path.iterdir()) == []
 
 def test_token_is_never_printed(tiny, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_topsecret")
@@ -275,6 +294,27 @@ def test_ctrl_c_ends_a_run_and_keeps_its_text(endless, tmp_path):
     assert code == 130 and err == "" and d["finish_reason"] == "abort" and d["generated_text"] and 0 < d["stats"]["generated_tokens"] < 90000, (code, out[-200:], err)
     assert (tmp_path / "t").read_text().endswith("\n")
 
+@pytest.mark.parametrize("where", ["unload", "atexit"])
+def test_further_ctrl_c_strike_nothing_while_the_engine_stops(where, endless):
+    "Five signals: one while text is made, two in the join of the engine thread, two in what runs at exit."
+    driver = ("import atexit, os, signal, sys; from llminfer import backends, cli; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+              "def twice():\n  for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\n"
+              "atexit.register(twice); unload = backends.PagedBackend.unload\n"
+              "def slow(self):\n  twice(); unload(self); twice(); print('unloaded')\n"
+              "if sys.argv.pop(1) == 'unload': backends.PagedBackend.unload = slow\n"
+              "cli.app()")
+    p = process("-c", driver, where, "stream", *LONG, "-m", endless)
+    assert p.stdout.readline() == "Streaming:\n" and len(p.stdout.read(60)) == 60
+    p.send_signal(signal.SIGINT)
+    code, out, err = finished(p)
+    assert code == 130 and err == "" and re.search(r"\nlatency=.*finish=abort\n", out) and out.endswith("unloaded\n") == (where == "unload"), (code, out[-200:], err)
+
+def test_a_command_run_inside_a_program_leaves_its_signals_alone(tiny):
+    before = signal.getsignal(signal.SIGINT)
+    ok("run", "hi", "-m", tiny, "--max-tokens", 1)
+    refused("run", "hi", "--temp", 9)
+    assert signal.getsignal(signal.SIGINT) is before
+
 def test_a_closed_pipe_is_quiet(endless):
     p = process("-m", "llminfer.cli", "stream", *LONG, "-m", endless)
     assert p.stdout.readline() == "Streaming:\n" and p.stdout.read(20)
@@ -296,6 +336,7 @@ def test_info_shows_engine_and_cache(tiny):
     out = ok("info", "-m", tiny, "--page-size-tokens", 8)
     assert re.search(r"Engine Info.*block_size +8 .*Cache Stats.*page_size_tokens +8 ", out, re.S) and "Self-check" not in out and "\x1b" not in out
     d = json.loads(ok("info", "-m", tiny, "--json", "--page-size-tokens", 8))
+    assert re.search(rf"kv_bytes +{d['engine']['kv_bytes'] / 2**20:.1f} MiB ", out) and type(d["engine"]["kv_bytes"]) is int
     assert d["engine"]["block_size"] == d["cache"]["page_size_tokens"] == 8 and d["machine"]["llminfer"] == "0.1.0" and d["self_check"] == []
 
 @pytest.mark.parametrize("flags, off", [("--dtype float32", {"decode steps"}), ("--dtype float64 --page-size-tokens 3", {"packed linear", "decode steps"}), ("--dtype bfloat16", {"packed linear", "decode steps"}),

@@ -243,7 +243,11 @@ def test_run_batch_reports_each_error_in_its_own_place(monkeypatch):
     assert e.run_requests([]) == [] and e.run_batch([]) == []
     with pytest.raises(RequestError, match="list of prompts"): e.run_batch("fine")
     with pytest.raises(TypeError, match="GenerationRequest objects"): e.run_requests(["fine"])
-    with pytest.raises(TypeError, match="unknown generation argument 'max_tokens'"): e.run("x", max_tokens=3)
+    for wrong, hint in (("max_tokens", "did you mean max_new_tokens"), ("stop", "did you mean stop_sequences"), ("max_completion_tokens", "did you mean max_new_tokens"), ("top_logprobs", "did you mean logprobs"),
+                        ("temprature", "did you mean temperature"), ("device", "give it to EngineConfig"), ("zzz", "see the fields of GenerationRequest")):
+        with pytest.raises(TypeError, match=f"^unknown generation argument '{wrong}': .*{hint}") as err: e.run("x", **{wrong: 3})
+        assert len(str(err.value)) < 110
+    with pytest.raises(RequestError, match="messages must be a list"): e.chat(None)
     settle(e)
 
 
@@ -361,6 +365,66 @@ def test_closing_dropping_and_not_reading():
     assert "".join(c.token for c in four) == tiny()[2].decode([53] * 100)
     assert counters(e)["finished_abort"] == 3
     settle(e)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_closing_a_stream_wakes_its_waiting_readers(n):
+    e = forced_engine([[50 + i] * 120 for i in range(2)], max_num_seqs=n)
+    with inject("core.plan", lambda: time.sleep(0.01), times=10**9):
+        ahead = e.stream(prompt_token_ids=forced_prompt(0), temperature=0.0, max_new_tokens=None, n=n)
+        next(ahead)                                                                      # it has all the rows
+        s, got = e.stream(prompt_token_ids=forced_prompt(1), temperature=0.0, n=n), []
+        readers = [threading.Thread(target=lambda: got.extend(s), daemon=True) for _ in range(3)]
+        for t in readers: t.start()
+        time.sleep(0.05)
+        s.close()
+        for t in readers: t.join(5)
+        ahead.close()
+    assert not any(t.is_alive() for t in readers) and got == [] == list(s) == list(s)
+    settle(e)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_readers_share_a_stream_and_all_of_them_end(n):
+    e = forced_engine([[50] * 30])
+    for _ in range(20):
+        s, got = e.stream(prompt_token_ids=forced_prompt(0), temperature=0.0, n=n), []
+        readers = [threading.Thread(target=lambda s=s, got=got: got.extend(s), daemon=True) for _ in range(3)]
+        for t in readers: t.start()
+        for t in readers: t.join(5)
+        assert not any(t.is_alive() for t in readers) and sum(len(c.token_ids) for c in got) == 31 * n and sum(c.is_final for c in got) == n
+    settle(e)
+
+
+@pytest.mark.parametrize("again", ["submit", "unload", "submit in a thread that it waits for"])
+def test_a_callback_may_use_the_engine_while_it_is_unloaded(again):
+    e, said = tiny_engine(), []
+    b = paged(e)
+    def retry():
+        try: b.unload() if again == "unload" else b.submit(GenerationRequest("again", max_new_tokens=1)).finished.wait(5)
+        except GenerationError as err: said.append(str(err))
+    def told(chunk):
+        if not chunk.is_final: return
+        said.append(chunk.error)
+        if "thread" not in again: return retry()
+        t = threading.Thread(target=retry, daemon=True)
+        t.start()
+        t.join(0.2)
+    b.submit(GenerationRequest("x", max_new_tokens=100, ignore_eos=True), told)
+    t = threading.Thread(target=e.unload, daemon=True)
+    with inject("core.plan", lambda: time.sleep(0.01), times=10**9):
+        t.start()
+        t.join(10)
+    assert not t.is_alive() and said[0] == "the engine was closed" and said[1:] == (["the engine is closed; call load() again"] if again == "submit" else [])
+    e.unload()
+
+
+def test_phrases_without_bound_are_refused_and_long_ones_ignored():
+    e = tiny_engine()
+    good = e.run("x", max_new_tokens=4, **GREEDY).token_ids
+    assert e.run("x", max_new_tokens=4, bad_words=["q" * 40_000], **GREEDY).token_ids == good        # it can never appear
+    with pytest.raises(RequestError, match="bad_words needs a table of"): e.run("x", bad_words=[f"w{i} z" for i in range(1000)] + ["q" * 100])
+    with pytest.raises(RequestError, match="stop_sequences hold 70000 characters"): e.run("x", stop_sequences=["y" * 70_000])
 
 
 def test_deadlines_and_aborts():
@@ -544,6 +608,8 @@ def test_settings_that_bound_memory():
     for kw in (dict(tensor_parallel_size=2), dict(assistant_model_name="x"), dict(speculative_num_assistant_tokens=3)):
         with pytest.raises(ConfigError, match=next(iter(kw))): InferenceEngine(EngineConfig(model_name=tiny()[0], **kw)).load()
     with pytest.raises(ConfigError, match="not available yet; choose auto or paged"): InferenceEngine(EngineConfig(backend="eager"))
+    for cfg, how in (("demo", r"EngineConfig\(model_name='demo'\)"), (tiny()[0], r"EngineConfig\(model_name='/.*'\)"), ({"model_name": "demo"}, r"EngineConfig\(\*\*settings\)"), (0, "EngineConfig")):
+        with pytest.raises(ConfigError, match=f"pass {how}"): InferenceEngine(cfg)
 
 
 def test_info_and_cache_stats_have_the_contracts_keys():

