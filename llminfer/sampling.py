@@ -162,6 +162,7 @@ def ban_ngrams(
     for j in range(1, largest): hit[:, j:] &= (history[:, :L - j] == tail[:, j - 1:j]) | (j >= size)[:, None]
     _ban(x, history, hit)
 
+# %% ../nbs/10_sampling.ipynb #4ae68ed8
 def ban_words(
     x: Tensor,       # [B, V], changed in place
     words: Tensor,   # [B, S, 3] int32, all ids of a row's sequences one after the other, see `flat_words`
