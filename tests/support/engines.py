@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Sequence
 import torch
-from llminfer.backends import PagedEngine
+from llminfer.backends import GenerationError, PagedEngine
 from llminfer.config import CacheConfig, EngineConfig
 from llminfer.engine import InferenceEngine
 from llminfer.loading import load_model, make_tiny, open_checkpoint
@@ -106,3 +106,12 @@ def all_closed():
     end = time.monotonic() + 2
     while engine_threads() > before and time.monotonic() < end: time.sleep(0.005)
     assert engine_threads() == before
+
+
+def drain(s):
+    "(text, error) of the rest of a stream."
+    text = ""
+    try:
+        for c in s: text += c.token
+    except GenerationError as e: return text, str(e)
+    return text, None
