@@ -311,10 +311,7 @@ def check_writable(path: Path) -> None:
     if not path.parent.is_dir(): raise ConfigError(f"trace {path}: there is no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK): raise ConfigError(f"trace {path} is not writable")
 
-def save_trace(
-    trace: Any,   # a `Trace`; no floor below is imported before a command needs it
-    path: Path,
-) -> None:
+def save_trace(trace: Any, path: Path) -> None:
     "Write the events; no file if there are none, and none that ends in the middle."
     if not trace.events: return
     new = not path.exists()
