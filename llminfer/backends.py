@@ -204,8 +204,11 @@ def feed(h: RequestHandle, s: Sample, d: SeqDelta, now: float) -> int | None:
         if s.text.stopped is not None:
             del s.token_ids[s.text.n_kept:], s.logprobs[s.text.n_kept:]
             s.stop_reason = s.text.stopped
-            finish(h, s, piece, "stop", None, now)
-            return s.text.n_kept
+            if d.finish_reason or s.index or h.request.prompt_logprobs is None or h.prompt_logprobs is not None:
+                finish(h, s, piece, "stop", None, now)
+                return s.text.n_kept
+            if h.stream and piece: emit(h, s, piece)    # the prompt's scores are still on their way
+            return None
     if d.finish_reason:
         s.stop_reason = d.stop_reason
         finish(h, s, piece, d.finish_reason, d.error, now)

@@ -317,6 +317,26 @@ def test_a_core_that_cannot_be_rebuilt_ends_the_thread_and_says_so():
     assert e.run(prompt_token_ids=forced_prompt(0), temperature=0.0).token_ids[:-1] == [50] * 40    # a new thread, the same weights
 
 
+def test_a_stop_string_before_the_prompts_scores_waits_for_them(monkeypatch):
+    "Harvests in mid-window bring tokens before the scores of the chunk that made them."
+    import llminfer.backends as B
+    limits = B.pool_limits
+
+    def piecemeal(*a):
+        out = limits(*a)
+        out.follow, out.reveal = True, 1
+        return out
+    kw = dict(prompt="the poolthe ", prompt_logprobs=0, stop_sequences=[" ", "e", "a", "t", "o", "s", "i", "n"], max_new_tokens=40, ignore_eos=True, temperature=1.5)
+    plain = tiny_engine()
+    want = [plain.run(seed=i, **kw) for i in range(12)]
+    monkeypatch.setattr(B, "pool_limits", piecemeal)
+    e = tiny_engine(window_steps=8, max_in_flight=2)
+    got = [e.run(seed=i, **kw) for i in range(12)]
+    assert [facts(r) for r in got] == [facts(r) for r in want] and all(r.prompt_logprobs for r in got)
+    assert any(r.finish_reason == "stop" and len(r.token_ids) <= 4 for r in got)
+    settle(e)
+
+
 def test_a_nan_row_does_not_poison_its_neighbours():
     answers = [[50 + i] * 20 for i in range(6)]
     for K in (1, 8):
