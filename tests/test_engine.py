@@ -11,18 +11,11 @@ from llminfer.engine import InferenceEngine
 from llminfer.request import GenerationRequest, RequestError
 from llminfer.runner import NoSync, TorchRunner
 from llminfer.tracing import inject
-from support.engines import (counters, drain, engine_around, forced_engine, forced_prompt, all_closed, oracle, paged, pieces,
+from support.engines import clean  # noqa: F401  a fixture
+from support.engines import (GREEDY, counters, drain, engine_around, forced_engine, forced_prompt, oracle, paged, pieces,
     pool_of, settle, tiny, tiny_engine)
 
 ROOT = Path(__file__).parent.parent
-GREEDY = dict(temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    "A test that leaves an engine thread behind fails."
-    with all_closed(): yield
-
 
 # A crowd in which every feature is used by somebody.
 WORDS = "the pool of blocks is small and every request wants more of it than there is "

@@ -7,18 +7,11 @@ from llminfer.config import CacheConfig, EngineConfig
 from llminfer.engine import InferenceEngine
 from llminfer.request import GenerationRequest, RequestError
 from llminfer.tracing import inject
-from support.engines import (counters, drain, engine_threads, forced_engine, forced_prompt, all_closed, paged, pieces,
+from support.engines import clean  # noqa: F401  a fixture
+from support.engines import (GREEDY, counters, drain, engine_threads, forced_engine, forced_prompt, paged, pieces,
     settle, tiny, tiny_engine)
 
 ROOT = Path(__file__).parent.parent
-GREEDY = dict(temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    "A test that leaves an engine thread behind fails."
-    with all_closed(): yield
-
 
 def test_closing_dropping_and_not_reading():
     e = forced_engine([[50 + i] * 100 for i in range(4)], max_num_seqs=4)

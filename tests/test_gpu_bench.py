@@ -31,7 +31,7 @@ def test_a_run_on_a_cpu_and_a_missing_arm(tmp_path):
         check = r["token_check"]["ours"]
         assert check["status"] == "exact" and check["n_requests"] == 2 * r["batch"] and check["n_tokens"] == 6 * check["n_requests"] and check["tolerance"] < 1e-2
     arms = record["models"]["tiny"]["arms"]
-    assert arms["ours"]["first_token_s"] > arms["ours"]["loaded_s"] > 0 and arms["ours"]["path"]["runner"] == "TorchRunner"
+    assert arms["ours"]["first_token_s"] >= arms["ours"]["loaded_s"] > 0 and arms["ours"]["path"]["runner"] == "TorchRunner"
 
 
 def test_ladder_skips_a_rung_by_name(tmp_path):

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Sequence
+import pytest
 import torch
 from llminfer.backends import GenerationError, PagedEngine
 from llminfer.config import CacheConfig, EngineConfig
@@ -115,3 +116,12 @@ def drain(s):
         for c in s: text += c.token
     except GenerationError as e: return text, str(e)
     return text, None
+
+
+GREEDY = dict(temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    "A test that leaves an engine thread behind fails."
+    with all_closed(): yield
