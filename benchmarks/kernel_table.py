@@ -1,11 +1,16 @@
 """Microseconds of one captured decode step, per part and per layer, with the logits checked first. Needs CUDA.
 
     PYTHONPATH=. python3 benchmarks/kernel_table.py [--models esme-214m qwen3-0.6b] [--batches 1 8 64 256] [--parts] [--out FILE]
+    PYTHONPATH=. python3 benchmarks/kernel_table.py --tails [--sweep] [--out FILE]      # what follows the head: greedy, sampled, sampled by torch
 
 Random bf16 weights, greedy, every row at the same context; one CUDA graph a step, token feedback and positions on the device.
 A part's time is what the step loses when the part is left out, so overlap is included. `error` is |logits - fp32 reference| / |reference|
-for one step of the whole model, `torch_error` the same of the torch program in bf16. No prefill, no scheduler, no detokenising."""
-import argparse, json, os, statistics
+for one step of the whole model, `torch_error` the same of the torch program in bf16. No prefill, no scheduler, no detokenising.
+
+A tail's logits are bf16, all rows alive: `flat` as a model of random weights makes them (standard deviation 1), `peaked` with a few likely words (4).
+`same_tokens` is the share of rows in which the fused and the torch tail draw the same word from the same logits. --sweep times other cuts of the vocabulary."""
+import argparse, json, os, statistics, sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 import numpy as np
@@ -13,11 +18,12 @@ import torch
 import triton
 from llminfer import kernels as K
 from llminfer.attention import KVPool, PagedAttention
+from llminfer.draw import TailShape, finish_fused, tail_shape
 from llminfer.interfaces import RowInit, variant_of
 from llminfer.kernels import FusedProgram, feed_rows
 from llminfer.model import ModelConfig, Transformer, tensor_shapes
 from llminfer.request import SamplingParams
-from llminfer.runner import DecodeState, Ring, TorchProgram
+from llminfer.runner import DecodeState, Ring, TorchProgram, finish_step
 from llminfer.sampling import SamplerState
 from llminfer.splitkv import attend_shape
 
@@ -157,21 +163,85 @@ class TorchLayers(FusedProgram):
     def decode(self, st, ids, rows, positions, act, nb=0, **kw): return TorchProgram.decode(self, st, ids, rows, positions, act, nb)
 
 
+P = SamplingParams
+TAILS = {"greedy": P(temperature=0), "temperature": P(temperature=0.8, seed=1), "top-p": P(temperature=0.8, seed=1, top_p=0.9), "top-k": P(temperature=0.8, seed=1, top_k=50, top_p=0.9),
+         "penalties": P(temperature=0.8, seed=1, top_k=50, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.2),
+         "all rules": P(temperature=0.8, seed=1, top_p=0.9, min_p=0.02, repetition_penalty=1.1, logit_bias=((5, 1.0), (7, -1.0)), min_tokens=500)}
+SWEPT = ("greedy", "temperature", "top-p", "penalties")
+CUTS = [TailShape(1024, 16), TailShape(2048, 16), TailShape(2048, 32), TailShape(4096, 32), TailShape(4096, 64), TailShape(8192, 64)]
+
+
+class TailWorld:
+    "B rows with logits [B, V], in the middle of their texts."
+    def __init__(self, B, V, params, scale, pinned):
+        rng, n = np.random.default_rng(0), 400
+        self.st, self.sampler, self.ring = DecodeState(B, 1024, 16, "cuda"), SamplerState(B + 1, V, "cuda"), Ring(64, B, torch.device("cuda"), pinned=pinned)
+        ids, own = rng.integers(0, V, (B, n)).astype(np.int32), [replace(params, seed=r, eos_ids=(V - 1, V - 2)) for r in range(B)]
+        self.sampler.init_rows([RowInit(r, 0, own[r], ids[r], n // 2, 1024) for r in range(B)])
+        self.st.history[:B, :n] = torch.from_numpy(ids).cuda()
+        self.B, self.n, self.variant, self.rows = B, n, variant_of(own[0]), torch.arange(B, device="cuda")
+        self.n_total, self.act = torch.full_like(self.rows, n), torch.ones_like(self.rows, dtype=torch.bool)
+        self.logits = (torch.randn(B, V, generator=torch.Generator("cuda").manual_seed(0), device="cuda") * scale).bfloat16()
+        self.reset()
+
+    def reset(self):
+        st, B = self.st, self.B
+        st.token[:B], st.len[:B], st.limit[:B], st.quota[:B], st.status[:B] = 7, self.n - 1, 1024, 10 ** 6, 1
+
+    def step(self, finish, *shape): return lambda: finish(self.st, self.sampler, self.ring, self.logits, self.rows, self.n_total, self.act, self.variant, *shape)
+
+
+@torch.inference_mode()
+def tail_row(V, B, kind, name, scale, sweep):
+    "Microseconds of one tail, fused and by torch."
+    row, tokens = {"V": V, "batch": B, "tail": kind, "logits": name}, []
+    for key, finish in (("us_fused", finish_fused), ("us_torch", finish_step)):
+        w = TailWorld(B, V, TAILS[kind], scale, pinned=finish is finish_fused)
+        w.step(finish)()
+        tokens.append(w.st.token[:B].clone())
+        row[key] = round(time_step(w.step(finish), w, groups=5, replays=10), 2)
+        if sweep and finish is finish_fused:
+            row["us_by_cut"] = {f"{c.chunk}/{c.group}": round(time_step(w.step(finish, c), w, groups=5, replays=10), 2) for c in CUTS if -(-V // c.chunk) * (c.chunk // c.group) <= 16384}
+    row["same_tokens"] = (tokens[0] == tokens[1]).float().mean().item()
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def tails(batches, sweep):
+    "All tails; `over_greedy` is what a fused one costs more than the greedy tail of its batch."
+    rows = []
+    for V in (32768, 151936):
+        print(V, "words, cut as", tail_shape(V), file=sys.stderr, flush=True)
+        for B in batches:
+            for kind in TAILS:
+                for name, scale in (("flat", 1.0), ("peaked", 4.0)):
+                    if kind == "greedy" and name == "peaked": continue
+                    rows.append(tail_row(V, B, kind, name, scale, sweep and kind in SWEPT and name == "flat"))
+            greedy = next(r["us_fused"] for r in rows if (r["V"], r["batch"], r["tail"]) == (V, B, "greedy"))
+            for r in rows:
+                if (r["V"], r["batch"]) == (V, B): r["over_greedy"] = round(r["us_fused"] - greedy, 2)
+    for r in rows: print("{V:7d} {batch:4d} {tail:12s} {logits:7s} fused {us_fused:8.2f} us, torch {us_torch:9.2f}, over greedy {over_greedy:7.2f}, same tokens {same_tokens:.3f}".format(**r))
+    return rows
+
+
 def main():
     ap = argparse.ArgumentParser()
     ap.add_argument("--models", nargs="+", default=list(SHAPES))
     ap.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     ap.add_argument("--context", type=int, default=320)
     ap.add_argument("--parts", action="store_true")
-    ap.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "kernels_h200.json"))
+    ap.add_argument("--tails", action="store_true", help="only what follows the head")
+    ap.add_argument("--sweep", action="store_true", help="with --tails: other cuts of the vocabulary too")
+    ap.add_argument("--out")
     a = ap.parse_args()
-    rows = []
-    for name in a.models:
+    out, rows = a.out or os.path.join(os.environ.get("OUT", "."), "tails_h200.json" if a.tails else "kernels_h200.json"), []
+    if a.tails: rows = tails(a.batches, a.sweep)
+    for name in [] if a.tails else a.models:
         models = build(name)
         rows += [measure(name, *models, B, a.context, a.parts) for B in a.batches]
     env = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__}
-    record = {"kind": "kernels", "date": datetime.now(UTC).date().isoformat(), "environment": env, "rows": rows}
-    Path(a.out).write_text(json.dumps(record, indent=1))
+    record = {"kind": "tails" if a.tails else "kernels", "date": datetime.now(UTC).date().isoformat(), "environment": env, "rows": rows}
+    Path(out).write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__": main()

@@ -1,4 +1,4 @@
-"""The Triton kernels under Triton's interpreter: attention, rotation, norms and the tail of a step against the torch program; B21, B24, B25 of cases.md.
+"""The Triton kernels under Triton's interpreter: attention, rotation, norms and the whole step against the torch program (its tail: test_draw.py); B21, B24, B25 of cases.md.
 
 Triton decides when it is imported whether it interprets, so the tests run in a process of their own; the one test seen from outside starts it."""
 import os
@@ -13,19 +13,17 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         print(r.stdout[-4000:], r.stderr[-2000:])
         assert r.returncode == 0 and " passed" in r.stdout, r.stdout[-4000:] + r.stderr[-2000:]
 else:
-    import numpy as np
     import pytest
     import torch
     from llminfer import splitkv
     from llminfer.core import CoreConfig, generate, make_core
-    from llminfer.interfaces import RowInit, RowStatus, variant_of
+    from llminfer.interfaces import variant_of
     from llminfer.kernels import FusedProgram, feed_rows, fused_available
     from llminfer.splitkv import AttendShape, Places, attend, attend_prompt, attend_shape, prompt_tiles, rotate_write
     from llminfer.model import ForcedModel, Transformer, random_tensors
     from llminfer.request import SamplingParams
-    from llminfer.runner import DecodeState, Ring, TorchProgram
-    from llminfer.sampling import SamplerState
-    from support.kernel_scenes import NAN, Scene, config
+    from llminfer.runner import DecodeState, TorchProgram
+    from support.kernel_scenes import Scene, config
 
     SHAPES = [AttendShape(1, 1, 16, 1, 16, 4, 1), AttendShape(1, 1, 8, 4, 8, 4, 1), AttendShape(0, 16, 16, 2, 16, 4, 1), AttendShape(0, 16, 8, 4, 8, 4, 1)]
 
@@ -90,51 +88,14 @@ else:
                 assert (out - want).abs().max() < 2e-5
             assert (a.kv.k[layer][2:] - b.kv.k[layer][2:]).abs().max() < 1e-5 and (a.kv.v[layer][2:] == b.kv.v[layer][2:]).all()
 
-    def state(R=8, V=300, seed=0, penalties=False):
-        st, sampler = DecodeState(R, 32, 4), SamplerState(R + 1, V, "cpu")
-        p = [SamplingParams(temperature=0, eos_ids=(5, 9), stop_ids=(5, 9, 17, *([200 + r] if r % 2 else [])), presence_penalty=penalties * 0.5) for r in range(R)]
-        sampler.init_rows([RowInit(r, r + 3, p[r], np.arange(3, dtype=np.int32), 3, 30) for r in range(R)])
-        g = torch.Generator().manual_seed(seed)
-        st.token[:R], st.len[:R], st.limit[:R] = torch.randint(0, V, (3, R), generator=g)[0], torch.tensor([3, 9, 28, 28, 5, 6, 31, 7]), torch.tensor([30, 30, 30, 31, 30, 30, 32, 30])
-        st.quota[:R], st.status[:R], st.generation[:R] = torch.tensor([2, 1, 3, 1, 0, 2, 1, 4]), torch.tensor([1, 1, 1, 1, 1, 3, 1, 1]), torch.arange(R) + 3
-        st.step.fill_(65534 + seed)
-        return st, sampler, Ring(5, R, torch.device("cpu"))
-
-    def fields(st, sampler, ring):
-        return [st.ints, st.history, st.step, ring.words] + ([sampler.counts.data] if sampler.counts.data is not None else [])
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-    def test_greedy_tail_is_sample_and_advance(dtype):
-        "EOS, STOP, LENGTH, NaN, +inf, all -inf, quota 0, an ended row, the padding row twice, ties, a tag that wraps; penalty counts go on."
-        V = 2500                                                    # more than one piece, the last one short
-        for seed, penalties in ((0, False), (1, True)):
-            logits = torch.randn(10, V, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            for place, token in ((0, 9), (1, 17), (2, 2499), (3, 201), (7, 40)): logits[place, token] = 50
-            logits[7, 2300] = 50                                    # a tie over two pieces: the first id wins
-            logits[5] = logits[6] = NAN                              # 5 has ended before
-            if seed: logits[0, 7], logits[1], logits[2, 2100] = NAN, -float("inf"), float("inf")
-            rows = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 8])
-            worlds = [state(V=V, seed=seed, penalties=penalties) for _ in range(2)]
-            for (st, sampler, ring), program in zip(worlds, (TorchProgram, FusedProgram)):
-                act = st.live(rows)
-                fed = feed_rows(st, rows)
-                assert (fed[0] == st.token[rows]).all() and (fed[1] == st.len[rows]).all() and (fed[2] == st.len[rows] + 1).all() and (fed[3] == act).all()
-                program.finish(program, st, sampler, ring, logits.clone(), rows, st.len[rows] + 1, act, variant_of(SamplingParams(temperature=0)))
-            (st, sampler, ring), mine = worlds
-            words, fused = ring.words.clone(), mine[2].words
-            quiet = (words >> 44 & 1) == 0                          # without a token the token's bits mean nothing
-            words[quiet] &= ~((1 << 24) - 1); fused[quiet] &= ~((1 << 24) - 1)
-            for x, y in zip(fields(st, sampler, ring)[:3] + [words] + fields(st, sampler, ring)[4:], fields(*mine)): assert torch.equal(x, y)
-            seen = set(st.status[:8].tolist())
-            assert RowStatus.NAN in seen and (seed or {RowStatus.EOS, RowStatus.STOP, RowStatus.LENGTH} <= seen)
-
-    def test_other_variants_write_the_same_words():
-        rows, logits = torch.tensor([0, 1, 2, 3, 4, 6, 7, 8]), torch.randn(8, 300, generator=torch.Generator().manual_seed(0))
-        variant = variant_of(SamplingParams(temperature=0.8, top_k=20, presence_penalty=0.5, logprobs=2))
-        worlds = [state(penalties=True) for _ in range(2)]
-        for (st, sampler, ring), program in zip(worlds, (TorchProgram, FusedProgram)):
-            program.finish(program, st, sampler, ring, logits, rows, st.len[rows] + 1, st.live(rows), variant)
-        for x, y in zip(fields(*worlds[0]) + worlds[0][2].side, fields(*worlds[1]) + worlds[1][2].side): assert torch.equal(x, y)
+    def test_feed_is_what_the_state_says():
+        st = DecodeState(8, 32, 4)
+        g = torch.Generator().manual_seed(0)
+        st.ints[:, :8] = torch.randint(0, 30, (6, 8), generator=g)
+        st.quota[:8], st.status[:8] = torch.tensor([2, 1, 3, 1, 0, 2, 1, 4]), torch.tensor([1, 1, 1, 1, 1, 3, 0, 1])
+        rows = torch.tensor([3, 0, 1, 2, 4, 5, 6, 7, 8, 8])
+        ids, positions, n_total, act = feed_rows(st, rows)
+        assert (ids == st.token[rows]).all() and (positions == st.len[rows]).all() and (n_total == st.len[rows] + 1).all() and (act == st.live(rows)).all()
 
     PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [40, 41], [100], [5, 6, 7, 8, 9, 10, 200]]
 
@@ -142,13 +103,18 @@ else:
     def test_engine_says_what_the_torch_program_says(kw):
         c = config(**kw)
         model = Transformer.from_tensors(c, random_tensors(c, 3))
-        params = [SamplingParams(temperature=0, max_tokens=6), SamplingParams(temperature=0, max_tokens=3), SamplingParams(temperature=0.9, seed=3, top_k=30, max_tokens=5), SamplingParams(temperature=0, max_tokens=4)]
-        texts = []
-        for program in (TorchProgram, FusedProgram):
-            core = make_core(model, CoreConfig(n_blocks=40, block_size=3 if kw else 4, max_num_seqs=3, max_model_len=32, window_steps=2, prefill_chunk=7), program=program)
-            texts.append(generate(core, PROMPTS, params))
-            assert core.scheduler.pool.n_held == 0
-        assert texts[0] == texts[1]
+        params = [SamplingParams(temperature=0, max_tokens=6, presence_penalty=0.5), SamplingParams(temperature=1.2, seed=1, top_p=0.9, max_tokens=3, logit_bias=((7, 4.0),)),
+                  SamplingParams(temperature=0.9, seed=3, top_k=30, max_tokens=5, repetition_penalty=1.3), SamplingParams(temperature=0, max_tokens=4)]
+        logged = [SamplingParams(temperature=0.8, seed=4, max_tokens=4, logprobs=2), SamplingParams(temperature=0.8, seed=5, max_tokens=5, no_repeat_ngram_size=1, bad_words_ids=((9, 8), (7,)))] * 2
+        for asked, in_torch in ((params, False), (logged, True)):
+            texts = []
+            for program in (TorchProgram, FusedProgram):
+                core = make_core(model, CoreConfig(n_blocks=40, block_size=3 if kw else 4, max_num_seqs=3, max_model_len=32, window_steps=2, prefill_chunk=7), program=program)
+                texts.append(generate(core, PROMPTS, asked))
+                assert core.scheduler.pool.n_held == 0
+            assert texts[0] == texts[1]
+            p = core.runner.program
+            assert (p.info()["torch_tail_steps"] > 0) == in_torch and p.fuses(variant_of(asked[0])) != in_torch
 
     def test_logits_of_distinct_places():
         "`distinct` and the launch with its own write give the same logits, and the torch program's."

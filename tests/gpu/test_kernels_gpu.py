@@ -1,4 +1,5 @@
-"""The Triton kernels on a GPU: attention and prefill against the torch reference for every head size and type, replays at other lengths, the engine's texts.
+"""The Triton kernels on a GPU: attention and prefill against the torch reference for every head size and type, replays at other lengths,
+the sampling tail against the torch sampler for whole vocabularies, the engine's texts.
 
     PYTHONPATH=.:tests python3 -m pytest -q -n 8 tests/gpu/test_kernels_gpu.py        (needs CUDA)
 """
@@ -7,12 +8,14 @@ import pytest
 import torch
 from llminfer.core import CoreConfig, generate, make_core
 from llminfer.cuda_graphs import GraphRunner
+from llminfer.draw import TailShape, finish_fused
 from llminfer.kernels import FusedProgram
 from llminfer.loading import load_model, make_tiny, open_checkpoint
 from llminfer.request import SamplingParams
-from llminfer.runner import TorchProgram
+from llminfer.runner import TorchProgram, finish_step
 from llminfer.splitkv import AttendShape, Places, attend, attend_prompt, prompt_tile, prompt_tiles, rotate_write
 from support.arrays import tiny_prompts
+from support.draw_scenes import KINDS, Rows, clear
 from support.kernel_scenes import Scene
 
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -97,6 +100,90 @@ def test_a_captured_launch_is_right_at_other_lengths():
     assert worst < 2e-2 and s.count.abs().max() == 0
 
 
+def logits_of(R, V, seed, scale, dtype): return (torch.randn(R, V, generator=torch.Generator("cuda").manual_seed(seed), device="cuda") * scale).to(dtype)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("V", [300, 32768, 49152, 151936])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampled_step_is_the_torch_step(kind, V, dtype):
+    "24 rows, flat and peaked logits: every field that a step changes, log probabilities too, wherever no rounding decides; few rows are such."
+    unsure = 0
+    for seed, scale in enumerate((1.0, 4.0)):
+        a, b = (Rows(KINDS[kind] * 6, V, seed, "cuda", pinned=pinned) for pinned in (False, True))
+        x, (rows, n, act) = logits_of(24, V, seed, scale, dtype), a.args()
+        rows, n, act = (torch.cat((t, e)) for t, e in zip((rows, n, act), (torch.tensor([24], device="cuda"), n[:1], ~act[:1])))   # a padding place
+        x = torch.cat((x, torch.full_like(x[:1], float("nan"))))
+        sure = clear(a, x[:24], rows[:24], n[:24]).cuda()
+        before, raw = b.st.ints[:, 24].clone(), x.clone()
+        finish_step(a.st, a.sampler, a.ring, x, rows, n, act, a.variant)
+        torch.cuda.set_sync_debug_mode("error")
+        try: finish_fused(b.st, b.sampler, b.ring, x, rows, n, act, b.variant)
+        finally: torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        assert torch.equal(x.nan_to_num(), raw.nan_to_num()) and torch.equal(b.st.ints[:, 24], before)
+        assert torch.equal(a.st.token[:24][sure], b.st.token[:24][sure]), (seed, a.st.token, b.st.token)
+        if sure.all():
+            for p, q in zip(a.fields(), b.fields()):
+                if p.shape[:2] == (5, 25): p, q = p[:, :24].cpu(), q[:, :24].cpu()     # the ring; the padding row's word is nobody's
+                assert torch.allclose(p.double(), q.double(), atol=1e-4)
+        unsure += int((~sure).sum())
+    assert unsure <= 4
+
+
+@torch.inference_mode()
+def test_any_cut_of_the_vocabulary_draws_the_same():
+    for kind in ("top-k top-p", "top-p", "mixed", "rules"):
+        tokens = []
+        for shape in (None, TailShape(1024, 32), TailShape(2048, 64), TailShape(8192, 64)):
+            w = Rows(KINDS[kind] * 16, 49152, 0, "cuda")
+            finish_fused(w.st, w.sampler, w.ring, logits_of(64, 49152, 1, 2.0, torch.bfloat16), *w.args(), w.variant, shape)
+            tokens.append(w.st.token[:64].clone())
+        assert all(torch.equal(t, tokens[0]) for t in tokens), kind
+
+
+@torch.inference_mode()
+def test_large_top_k_and_a_tiny_nucleus():
+    "top_k up to the vocabulary, with and without top-p; a flat nucleus that refuses many winners; all logits equal."
+    V = 151936
+    params = [SamplingParams(temperature=1.3, seed=s, top_k=k, top_p=p) for s, (k, p) in enumerate([(1000, 1), (1000, 0.5), (5000, 0.9), (100000, 1), (150000, 0.3), (0, 0.001), (0, 1e-5), (V - 1, 1)])]
+    for seed, scale in enumerate((0.3, 3.0, 0.0)):
+        a, b = (Rows(params, V, seed, "cuda") for _ in range(2))
+        x, (rows, n, act) = logits_of(8, V, seed, scale, torch.float32), a.args()
+        sure = clear(a, x, rows, n).cuda()
+        finish_step(a.st, a.sampler, a.ring, x, rows, n, act, a.variant)
+        finish_fused(b.st, b.sampler, b.ring, x, rows, n, act, b.variant)
+        assert torch.equal(a.st.token[:8][sure], b.st.token[:8][sure]) and sure.sum() >= 6, (seed, sure, a.st.token, b.st.token)
+
+
+@torch.inference_mode()
+def test_a_captured_tail_is_right_with_other_rows():
+    "One graph; 60 replays with new logits, places, dead rows and positions, against the torch tail step by step."
+    params, V = KINDS["mixed"] * 2 + KINDS["rules"] * 2, 32768
+    a, b = (Rows(params, V, 0, "cuda", max_len=200) for _ in range(2))
+    x, rows, n, act = logits_of(8, V, 0, 1.0, torch.bfloat16), torch.full((8,), 16, device="cuda"), torch.ones(8, dtype=torch.int64, device="cuda"), torch.zeros(8, dtype=torch.bool, device="cuda")
+    step = lambda: finish_fused(b.st, b.sampler, b.ring, x, rows, n, act, b.variant)
+    step(); torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): step()
+    torch.cuda.synchronize()
+    b.st.step.fill_(int(a.st.step))
+    for i in range(60):
+        g = torch.Generator("cuda").manual_seed(i)
+        x.copy_(logits_of(8, V, i, 1.0 + i % 4, torch.bfloat16))
+        rows.copy_(torch.randperm(16, generator=g, device="cuda")[:8])
+        act.copy_(a.st.live(rows) & (torch.rand(8, generator=g, device="cuda") < 0.8))
+        n.copy_(a.st.len[rows] + 1)
+        sure = (clear(a, x, rows, n).cuda() | ~act).all()
+        finish_step(a.st, a.sampler, a.ring, x, rows, n, act, a.variant)
+        graph.replay()
+        torch.cuda.synchronize()
+        if sure: assert all(torch.equal(p, q) for p, q in zip(a.fields()[:3], b.fields()[:3])) and torch.equal(a.sampler.counts.data, b.sampler.counts.data), i
+        else:
+            for p, q in zip((a.st.ints, a.st.history, a.sampler.counts.data), (b.st.ints, b.st.history, b.sampler.counts.data)): q.copy_(p)
+
+
 EVERYTHING = [SamplingParams(temperature=0, max_tokens=20), SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=3, max_tokens=20, stop_ids=(5, 7), eos_ids=(5,)),
     SamplingParams(temperature=1.0, min_p=0.02, seed=4, max_tokens=20, repetition_penalty=1.2, presence_penalty=0.5, logprobs=3),
     SamplingParams(temperature=0.7, top_p=0.8, seed=5, max_tokens=20, no_repeat_ngram_size=2, logit_bias=((8, 2.0),), min_tokens=4),
@@ -125,4 +212,7 @@ def test_engine_texts(tmp_path, family, runner):
     assert generate(core, prompts, greedy) == generate(torch_core, prompts, greedy)
     assert core.scheduler.pool.n_held == 0
     if runner == "graphs": assert core.runner.graphs and not core.runner.failed
+    info = core.runner.program.info()
+    sampled = [SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=s, max_tokens=20, presence_penalty=0.3, eos_ids=(5,)) for s in range(5)]
+    assert info["torch_tail_steps"] > 0 and generate(core, prompts, sampled) == generate(torch_core, prompts, sampled) and core.runner.program.info() == info
 
