@@ -1,0 +1,51 @@
+"""The five-launch layers under Triton's interpreter, against the torch program.
+
+Triton decides when it is imported whether it interprets, so the tests run in a process of their own; the one test seen from outside starts it."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    def test_layers_under_the_interpreter():
+        r = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1],
+                           env=os.environ | {"TRITON_INTERPRET": "1"})
+        print(r.stdout[-4000:], r.stderr[-2000:])
+        assert r.returncode == 0 and " passed" in r.stdout, r.stdout[-4000:] + r.stderr[-2000:]
+else:
+    import pytest
+    import torch
+    from llminfer.core import CoreConfig, generate, make_core
+    from llminfer.layers import LayerProgram, PartShape, RowShape, TileShape
+    from llminfer.model import Transformer, random_tensors
+    from llminfer.request import SamplingParams
+    from llminfer.runner import TorchProgram
+    from support.kernel_scenes import Scene
+
+    class RowsOnly(LayerProgram): most_rows = 64
+
+    class TilesOnly(LayerProgram):
+        most_rows, shapes = 0, {"qkv": TileShape(16, 32, 32, 2, 4), "o": TileShape(16, 16, 64, 2, 4)}
+
+    class Whole(LayerProgram): most_rows = 0
+
+    class Pieces(LayerProgram):
+        most_rows, shapes = 64, {k: RowShape(4, 4, 32, 1) for k in ("qkv", "down")} | {"parts": PartShape(2, 16, 4)}
+
+    @pytest.mark.parametrize("case", range(12))
+    def test_a_step_is_the_torch_programs(case, monkeypatch):
+        "Hidden states, pages and dead rows; grouped heads, windows, head sizes, with and without QK norm."
+        E, (H, G) = (64, 128, 80, 256, 96)[case % 5], ((4, 2), (3, 1), (2, 2), (6, 2))[case % 4]
+        kinds = (RowsOnly, TilesOnly, Pieces, Whole)
+        if case >= 10: monkeypatch.setattr("llminfer.layers.WHOLE", (1, 999))
+        outs = []
+        for program in (TorchProgram, kinds[case % 3 if case < 10 else 3]):
+            s = Scene(case, E, H, G, (4, 16)[case % 2], (None, 3)[case % 2], qk_norm=case % 3 != 1, most=150 if case == 3 else 40)
+            model = Transformer.from_tensors(s.c, random_tensors(s.c, case))
+            p = program(model, s.att)
+            if program is not TorchProgram: monkeypatch.setattr(f"llminfer.layers.{'rows' if program in (TilesOnly, Whole) else 'tiles'}_step", None)
+            hidden = p.decode(s.st, torch.tensor([1, 2, 3, 4]), s.at.rows, s.at.positions, s.live, -(-(151 if case == 3 else 41) // s.kv.block_size), True)
+            outs.append((p.head(hidden).float()[s.live], torch.stack([t.nan_to_num(7.0) for t in (*s.kv.k, *s.kv.v)])))
+        assert not outs[1][0].isnan().any()
+        assert (outs[0][0] - outs[1][0]).abs().max() < 1e-4
+        assert (outs[0][1] - outs[1][1]).abs().max() < 1e-4
