@@ -1,6 +1,6 @@
 """Three small measurements on a GPU that the comparison with vLLM leaves out.
 
-    PYTHONPATH=. python3 benchmarks/gpu_checks.py [--out FILE] [--commit HASH]
+    PYTHONPATH=. python3 benchmarks/gpu_checks.py [--out FILE] [--commit HASH] [--only products start_up sampled]
 
 - products: our one-row product against cuBLAS for every matrix of three shapes, weights cold, inside a CUDA graph
 - sampled: decoding with temperature, top-k, top-p and penalties against greedy decoding, the same engine, alternating
@@ -12,9 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 import torch
 import triton
-from llminfer.core import CoreConfig, generate, make_core
-from llminfer.cuda_graphs import GraphRunner
-from llminfer.kernels import FusedProgram, gemv
+from llminfer.assembly import build_core
+from llminfer.config import EngineConfig
+from llminfer.core import CoreConfig, generate
+from llminfer.kernels import gemv
 from llminfer.loading import load_model
 from llminfer.model import Dense, ModelConfig
 from llminfer.request import SamplingParams
@@ -25,13 +26,13 @@ from gpu_shapes import SHAPES, write_model
 START = """
 import time; t = time.time()
 import torch
-from llminfer.core import CoreConfig, generate, make_core
-from llminfer.cuda_graphs import GraphRunner
-from llminfer.kernels import FusedProgram
+from llminfer.assembly import build_core
+from llminfer.config import EngineConfig
+from llminfer.core import CoreConfig, generate
 from llminfer.loading import load_model
 from llminfer.request import SamplingParams
 model = load_model({folder!r}, torch.bfloat16, "cuda")
-core = make_core(model, CoreConfig(n_blocks=1000, max_num_seqs=8, max_model_len=512, window_steps=8, max_in_flight=2, follow=True), runner=GraphRunner, program=FusedProgram)
+core = build_core(EngineConfig(), model, CoreConfig(n_blocks=1000, max_num_seqs=8, max_model_len=512, window_steps=8, max_in_flight=2, follow=True))
 generate(core, [list(range(5, 260))], SamplingParams(temperature=0, max_tokens=1))
 """
 
@@ -75,7 +76,7 @@ def sampled(folder: str) -> list[dict]:
     for batch in (1, 8, 64, 256):
         cfg = CoreConfig(n_blocks=1 + 25 * batch, max_num_seqs=batch, max_model_len=400, max_num_batched_tokens=16384, window_steps=16, by_time=True, max_in_flight=2,
                          follow=True, prefix_cache=False)
-        core = make_core(model, cfg, runner=GraphRunner, program=FusedProgram)
+        core = build_core(EngineConfig(), model, cfg)
         prompts, times = [[(i * 7 + j) % 30000 + 5 for j in range(256)] for i in range(batch)], {k: [] for k in kinds}
         for turn in range(5):
             for k, p in kinds.items():
@@ -103,12 +104,14 @@ def main() -> None:
     ap = argparse.ArgumentParser()
     ap.add_argument("--out", default="gpu_checks.json")
     ap.add_argument("--commit", default="")
+    ap.add_argument("--only", nargs="+", default=["products", "start_up", "sampled"])
     a = ap.parse_args()
     env = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": a.commit, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     record = {"kind": "gpu_checks", "environment": env}
     folders = {n: str(write_model(n, Path(tempfile.mkdtemp()) / n, "cuda")) for n in ("esme-214m", "qwen3-0.6b")}
     for key, fn in (("products", lambda: products(("esme-214m", "qwen3-0.6b", "qwen3-8b"))), ("start_up", lambda: [start_up(f, n) for n, f in folders.items()]),
                     ("sampled", lambda: sampled(folders["esme-214m"]))):
+        if key not in a.only: continue
         record[key] = fn()
         Path(a.out).write_text(json.dumps(record, indent=1) + "\n")
 

@@ -21,11 +21,12 @@ def named(where: str) -> Any:
 
 
 def fastest(model: Any) -> dict[str, str]:
-    "The runner and program that the engine would take for this model on its device."
-    if model.device.type != "cuda": return {}
-    ok, why = named("llminfer.kernels:fused_available")(model, model.device)
-    if not ok: print(f"no fused program: {why}", file=sys.stderr)
-    return {"runner": GRAPHS} | ({"program": FUSED} if ok else {})
+    "The runner and program that the engine takes for this model on its device by default."
+    from llminfer.assembly import choose_parts
+    from llminfer.config import EngineConfig
+    parts = choose_parts(EngineConfig(), model)
+    print(parts.reasons, file=sys.stderr)
+    return {k: f"{c.__module__}:{c.__qualname__}" for k, c in (("runner", parts.runner), ("program", parts.program))}
 
 
 def build_core(model: Any, parts: dict[str, str] | None = None, **settings: Any) -> Any:
@@ -54,16 +55,19 @@ class Ours:
         from llminfer.loading import load_model
         loaded = load_model(model, getattr(torch, dtype), device)
         ahead = {"window_steps": 16, "by_time": True, "max_in_flight": 2, "follow": True} if device == "cuda" else {}   # as the engine's own defaults
-        self.core = build_core(loaded, **dict(n_blocks=n_blocks, max_num_seqs=rows, max_model_len=max_model_len, max_num_batched_tokens=budget,
+        parts = extra.pop("parts", None)       # {"runner": "module:name", "program": ...}
+        self.core = build_core(loaded, parts, **dict(n_blocks=n_blocks, max_num_seqs=rows, max_model_len=max_model_len, max_num_batched_tokens=budget,
             prefix_cache=False) | ahead | extra)
         import llminfer
         return {"version": llminfer.__version__}
 
-    def run(self, prompts: list[list[int]], n_new: int) -> tuple[float, list[list[int]]]:
+    def run(self, prompts: list[list[int]], n_new: int, sampled: bool = False) -> tuple[float, list[list[int]]]:
+        "`sampled`: temperature, top-k, top-p and all three penalties instead of the likeliest token."
         from llminfer.core import generate
         from llminfer.request import SamplingParams
+        how = dict(temperature=0.8, top_k=50, top_p=0.9, seed=1, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.2) if sampled else dict(temperature=0)
         t = time.perf_counter()
-        out = generate(self.core, prompts, SamplingParams(temperature=0, max_tokens=n_new))
+        out = generate(self.core, prompts, SamplingParams(max_tokens=n_new, **how))
         return time.perf_counter() - t, out
 
     def idle(self) -> dict[str, Any]:
@@ -81,9 +85,10 @@ class Vllm:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # greedy: not used, and FlashInfer is not packed
         from vllm import LLM, __version__
         graphs = sorted({1, 2, 4, *range(8, 129, 8), *range(144, rows + 1, 16), 512, *sizes})
+        compiled = {"compile_sizes": sizes} if extra.pop("compile_sizes", False) else {}     # Inductor makes code for the measured batches
         self.llm = LLM(model=model, **dict(skip_tokenizer_init=True, dtype=dtype, enable_prefix_caching=False, max_model_len=max_model_len, max_num_seqs=rows,
             max_num_batched_tokens=budget, kv_cache_memory_bytes=kv_bytes, gpu_memory_utilization=gpu_share, disable_log_stats=True,
-            compilation_config={"cudagraph_capture_sizes": graphs}) | extra)
+            compilation_config={"cudagraph_capture_sizes": graphs} | compiled) | extra)
         return {"version": __version__, "cudagraph_capture_sizes": graphs}
 
     def run(self, prompts: list[list[int]], n_new: int) -> tuple[float, list[list[int]]]:

@@ -1,11 +1,13 @@
 """llminfer against vLLM and transformers on one GPU: same weights, same ids, alternating runs, tokens judged by the gate.
 
     PYTHONPATH=. python3 benchmarks/gpu_vs_vllm.py --models demo,esme-214m,qwen3-0.6b,qwen3-8b --vllm-site /tmp/site --together --out FILE
+    PYTHONPATH=. python3 benchmarks/gpu_vs_vllm.py --vllm-settings "as compared,FLASHINFER,TRITON_ATTN" --models qwen3-0.6b --batches 1,8,64 --vllm-site /tmp/site --out FILE
     PYTHONPATH=. python3 benchmarks/gpu_vs_vllm.py --device cpu --models tiny --arms ours,hf --batches 1,4 --prompt 16 --new 8 --out FILE
 
 Each arm lives in a child process of its own (gpu_child.py) and keeps its model; a pair is one run of each arm on the same new prompts, the order turned round
 every time. Greedy, end ignored, prefix cache and text off on both sides, prefill included, the same KV bytes for both. A run of 1 new token gives the time to
-first tokens; step = (full run - first) / (new - 1). The record is written after every row: an interrupted run, or an arm that fails, loses only its own rows.
+first tokens; step = (full run - first) / (new - 1). Ours is run once more a pair with temperature, top-k, top-p and penalties: `sampled_ratio` is that speed over
+the greedy one. `--vllm-settings` measures vLLM alone, under several settings in turn, to show which is its best. The record is written after every row: an interrupted run, or an arm that fails, loses only its own rows.
 gpu_pack.md says how to bring vLLM to a machine without network.
 """
 from __future__ import annotations
@@ -20,6 +22,12 @@ from llminfer.loading import open_checkpoint
 HERE = Path(__file__).resolve().parent
 LOG_LINES = re.compile(r"Asynchronous scheduling is .*|Using V2 Model Runner|Using .* attention backend|GPU KV cache size.*|Graph capturing finished.*|init engine .*"
                        r"|Overriding cudagraph_mode.*|Cudagraph is disabled.*|torch\.compile took .*")
+
+
+VLLM_SETTINGS: dict[str, dict[str, Any]] = {   # arguments of LLM, by what is varied; "env" goes into its process
+    "as compared": {}, "FLASHINFER": {"attention_backend": "FLASHINFER"}, "TRITON_ATTN": {"attention_backend": "TRITON_ATTN"},
+    "interactivity": {"performance_mode": "interactivity"}, "throughput": {"performance_mode": "throughput"}, "compile sizes": {"compile_sizes": True},
+    "one process": {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}}
 
 
 class ArmError(RuntimeError):
@@ -110,11 +118,12 @@ class Model:
         need = 1.2 * (2 * matrix_params(c) + c.vocab_size * c.hidden_size * 2) + kv + 4e9
         return base | {"kv_bytes": kv, "gpu_share": round(min(need / gpu_bytes(), 0.9), 3), "sizes": a.batches}
 
-    def spawn(self, arm: str) -> Child:
-        path = [self.a.vllm_site, str(ROOT)] if arm == "vllm" and self.a.vllm_site else [str(ROOT)]
-        env = {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-        child = Child(arm, Path(self.a.logs) / f"{self.name}.{arm}.log", env)
-        child.send("load", **self.load_request(arm))
+    def spawn(self, arm: str, label: str = "", extra: dict[str, Any] | None = None, env: dict[str, str] | None = None, sites: tuple[str, ...] = ()) -> Child:
+        "Start an arm and tell it to load; `extra` settings, environment and folders of packages are for this child alone."
+        path = [*sites, *([self.a.vllm_site] if arm == "vllm" and self.a.vllm_site else []), str(ROOT)]
+        own = {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        child = Child(arm, Path(self.a.logs) / f"{self.name}.{label or arm}.log", own | (env or {}))
+        child.send("load", **self.load_request(arm) | ({} if extra is None else {"extra": extra}))
         return child
 
     def start(self, arms: list[str]) -> None:
@@ -148,6 +157,7 @@ class Model:
             with self.guard(arm):
                 for i in range(1 if arm == "hf" else 8):
                     for n in (self.a.new, 1): child.call("run", prompts=self.prompts(batch, self.seed()), n_new=n)
+                    if arm == "ours" and self.a.sampled: child.call("run", prompts=self.prompts(batch, self.seed()), n_new=self.a.new, sampled=True)
                     if not child.call("idle", timeout=300)["pending"] and i >= 1: break
 
     def measure(self, batch: int) -> dict[str, dict[str, list[float]]]:
@@ -164,6 +174,8 @@ class Model:
                         if any(len(t) != n for t in reply["tokens"]) or len(reply["tokens"]) != batch: raise ArmError(f"{arm}: not {batch} x {n} tokens")
                         seconds[arm][key].append(round(reply["seconds"], 6))
                         if key == "full" and arm != "hf": self.keep(arm, batch, prompts, reply["tokens"])
+                    if arm == "ours" and self.a.sampled:
+                        seconds[arm].setdefault("sampled", []).append(round(self.children[arm].call("run", prompts=full, n_new=self.a.new, sampled=True)["seconds"], 6))
         with self.guard("ours"):
             if "ours" in self.children: self.info["ours"]["path"] = self.children["ours"].call("idle")["path"]
         return seconds
@@ -185,6 +197,7 @@ class Model:
         ours, vllm = seconds.get("ours", {}), seconds.get("vllm", {})
         row["ratio_to_vllm"] = paired(vllm.get("full", []), ours.get("full", []))
         row["ratio_to_hf"] = paired(seconds.get("hf", {}).get("full", []), ours.get("full", []))
+        row["sampled_ratio"] = paired(ours.get("full", []), ours.get("sampled", []))
         row["decode_ratio"] = paired(*([f - g for f, g in zip(s.get("full", []), s.get("first", []))] for s in (vllm, ours)))
         if self.a.device == "cuda" and row.get("ours_step_us"): row |= {"floor_us": round(floor, 1), "share_of_floor": round(floor / row["ours_step_us"], 4)}
         both = [self.outputs.get((arm, batch), {}).get("outputs", []) for arm in ("ours", "vllm")]
@@ -236,7 +249,7 @@ class Guard:
 
 def empty_row(model: str, batch: int, reasons: dict[str, str]) -> dict[str, Any]:
     "A row of a table with nothing measured yet, and why."
-    figures = ("ours_tok_s", "vllm_tok_s", "hf_tok_s", "ratio_to_vllm", "ratio_to_hf", "decode_ratio", "ours_step_us", "vllm_step_us", "floor_us", "share_of_floor")
+    figures = ("ours_tok_s", "vllm_tok_s", "hf_tok_s", "ratio_to_vllm", "ratio_to_hf", "decode_ratio", "sampled_ratio", "ours_step_us", "vllm_step_us", "floor_us", "share_of_floor")
     return {"model": model, "batch": batch} | dict.fromkeys(figures) | {"token_check": {}, "reasons": dict(reasons), "seconds": {}}
 
 
@@ -339,6 +352,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     ap.add_argument("--new", type=int, default=128, help="new tokens")
     ap.add_argument("--budget", type=int, default=16384, help="tokens a step, both engines")
     ap.add_argument("--judged", type=int, default=12, help="requests of each batch and side that the gate judges, at least one a pair; 0: no gate")
+    ap.add_argument("--no-sampled", dest="sampled", action="store_false", help="leave out our sampled runs")
+    ap.add_argument("--vllm-settings", type=items, default=[], help="measure vLLM alone under these settings, no other arm: " + ", ".join(VLLM_SETTINGS))
+    ap.add_argument("--flashinfer-site", default="", help="folder with flashinfer-python, for the setting FLASHINFER alone")
     ap.add_argument("--device", default="cuda")
     ap.add_argument("--dtype", default=None, help="default: bfloat16, on a CPU float32")
     ap.add_argument("--together", action="store_true", help="start all children of all models at once: saves minutes, but start-up times then share the CPU")
@@ -355,6 +371,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     a.dtype, a.t0 = a.dtype or ("float32" if a.device == "cpu" else "bfloat16"), time.perf_counter()
     a.logs = a.logs or str(Path(a.out).resolve().parent)
     if bad := [m for m in a.models if m not in MODELS]: ap.error(f"unknown model {bad[0]}; known: {', '.join(MODELS)}")
+    if bad := [x for x in a.vllm_settings if x not in VLLM_SETTINGS]: ap.error(f"unknown setting {bad[0]}; known: {', '.join(VLLM_SETTINGS)}")
     if bad := [x for x in a.arms if x not in ("ours", "vllm", "hf")]: ap.error(f"unknown arm {bad[0]}; known: ours, vllm, hf")
     Path(a.logs).mkdir(parents=True, exist_ok=True)
     return a
@@ -373,11 +390,69 @@ def prepare(name: str, a: argparse.Namespace, record: Record) -> Model | None:
     return m
 
 
+class Settings:
+    "vLLM under several settings, each in a process of its own; started together, measured in turn."
+    def __init__(self, m: Model, a: argparse.Namespace, record: Record):
+        self.m, self.a, self.record = m, a, record
+        self.children: dict[str, Child] = {}
+        self.info: dict[str, Any] = record.data["models"].setdefault(m.name, {"settings": {}})["settings"]
+
+    def start(self, name: str) -> None:
+        extra = dict(VLLM_SETTINGS[name])
+        env = extra.pop("env", {}) | {"VLLM_CACHE_ROOT": f"/tmp/vllm-cache/{name.replace(' ', '-')}"}    # no two compile into one folder at once
+        sites = (self.a.flashinfer_site,) if name == "FLASHINFER" and self.a.flashinfer_site else ()
+        self.children[name] = self.m.spawn("vllm", f"vllm-{name.replace(' ', '-')}", extra, env, sites)
+
+    def wait(self, name: str) -> None:
+        self.info[name] = {"arguments": VLLM_SETTINGS[name]}
+        try: self.info[name] |= self.m.first_token(self.children[name])
+        except ArmError as e: self.info[name]["error"] = str(e)
+        if "error" in self.info[name]: self.children.pop(name).kill()
+        print(f"{self.m.name} {name}: {self.info[name]}", flush=True)
+
+    def measure(self, batch: int) -> None:
+        "Rounds of all settings on the same prompts, the order turned round every time."
+        times: dict[str, dict[str, list[float]]] = {n: {"full": [], "first": []} for n in self.children}
+        for i in range(-2, self.a.pairs):                 # two rounds to warm up
+            prompts = {"full": self.m.prompts(batch, self.m.seed()), "first": self.m.prompts(batch, self.m.seed())}
+            for name in list(self.children)[::-1 if i % 2 else 1]:
+                try: got = {k: self.children[name].call("run", prompts=p, n_new=self.a.new if k == "full" else 1)["seconds"] for k, p in prompts.items()}
+                except ArmError as e:
+                    self.info[name]["error"] = str(e)
+                    self.children.pop(name).kill()
+                    continue
+                if i >= 0:
+                    for k, v in got.items(): times[name][k].append(round(v, 6))
+        base = times.get("as compared", {}).get("full", [])
+        rows = [{"model": self.m.name, "batch": batch, "setting": n} | arm_figures("vllm", t, batch, self.a.new) | {"times_as_compared": paired(base, t["full"]), "seconds": t} for n, t in times.items()]
+        if done := [r for r in rows if r["vllm_tok_s"]]: max(done, key=lambda r: r["vllm_tok_s"])["best"] = True
+        self.record.data["rows"] += rows
+        for r in rows: print({k: v for k, v in r.items() if k != "seconds"}, flush=True)
+
+    def run(self) -> None:
+        late = lambda: time.perf_counter() - self.a.t0 > self.a.deadline
+        for group in [self.a.vllm_settings] if self.a.together else [[n] for n in self.a.vllm_settings]:
+            for name in group: self.start(name)
+            for name in group: self.wait(name)
+            for batch in self.a.batches:
+                if self.children and not late(): self.measure(batch)
+                self.record.write()
+            for name, child in self.children.items():
+                self.info[name] |= log_facts(child.log)
+                child.quit()
+            self.children.clear()
+            self.record.write()
+
+
 def main(argv: list[str] | None = None) -> None:
     a = arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     record = Record(a)
     record.write()
+    if a.vllm_settings:
+        record.data["kind"] = "vllm_settings"
+        for name in a.models: Settings(Model(name, a), a, record).run()
+        return
     if not a.together:
         for name in a.models:
             if m := prepare(name, a, record): run_model(m, a, record)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Packs what the GPU comparison needs for a machine without network (CPython 3.12, torch 2.11+cu130, Linux x86-64) into parts of at most 55 MB.
 #
-#   benchmarks/pack_gpu.sh OUT_DIR         # OUT_DIR/vllm/vllm.part.00 ..., OUT_DIR/demo/demo.part.00 ...
+#   benchmarks/pack_gpu.sh OUT_DIR         # OUT_DIR/vllm/vllm.part.00 ..., OUT_DIR/demo/demo.part.00 ..., OUT_DIR/flashinfer/*.whl
 #
 # About three minutes on two cores, 1.5 GB of scratch. gpu_pack.md says how to carry the parts and unpack them there.
 # Left out of vLLM: kernels that a dense bf16 model on Hopper never calls (FlashAttention 2, MoE, MLA, qutlass), tokenizer files of Mistral, translations.
@@ -9,12 +9,15 @@ set -euo pipefail
 out=$(realpath -m "${1:?usage: pack_gpu.sh OUT_DIR}")
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
-mkdir -p "$out/vllm" "$out/demo"
+mkdir -p "$out/vllm" "$out/demo" "$out/flashinfer"
 platforms=(); for n in $(seq 39 -1 5); do platforms+=(--platform "manylinux_2_${n}_x86_64"); done
 platforms+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64)
 python3 -m venv "$work/pip"
 PIP_CONSTRAINT= "$work/pip/bin/pip" download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
     "${platforms[@]}" -d "$work/wheels" -r "$here/vllm-requirements.txt"
+# FlashInfer without its ready-made kernels (gigabytes): nvcc and ninja, both on the machine, build the few that are used
+PIP_CONSTRAINT= "$work/pip/bin/pip" download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
+    "${platforms[@]}" -d "$out/flashinfer" flashinfer-python==0.6.14 apache-tvm-ffi==0.1.9
 mkdir "$work/site"
 for wheel in "$work"/wheels/*.whl; do     # unzip answers 11 where a pattern to leave out matches nothing
     unzip -q -o "$wheel" -d "$work/site" -x 'vllm/_moe_C*' 'vllm/_flashmla*' 'vllm/_qutlass*' 'vllm/vllm-rs*' 'vllm/vllm_flash_attn/_vllm_fa2*' \
@@ -30,4 +33,4 @@ from llminfer.loading import pull
 data, out = Path(pull("demo")).read_bytes(), Path(sys.argv[1])
 for i in range(0, len(data), 55_000_000): (out / f"demo.part.{i // 55_000_000:02d}").write_bytes(data[i:i + 55_000_000])
 PY
-ls -l "$out"/vllm/* "$out"/demo/*
+ls -l "$out"/*/*

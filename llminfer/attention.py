@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['page_map', 'KVPool', 'DecodeMeta', 'Attention', 'PagedReads', 'PagedDecode', 'PrefillGroup', 'PrefillMeta',
-           'PagedGroups', 'PagedAttention']
+__all__ = ['page_map', 'KVPool', 'DecodeMeta', 'Attention', 'PagedReads', 'PagedDecode', 'PrefillGroup', 'PrefillMeta', 'upload',
+           'upload_all', 'PagedGroups', 'PagedAttention']
 
 # %% ../nbs/09_attention.ipynb #51c0045a
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2")
@@ -211,11 +211,15 @@ def _group_chunks(starts: Sequence[int], lengths: Sequence[int], window: int | N
         out += [members[i:i + most] for i in range(0, len(members), most)]
     return out
 
-# %% ../nbs/09_attention.ipynb #a25a70af
-def _upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    "Bring int64 arrays to the device in one copy that does not block."
-    flat = torch.from_numpy(np.concatenate([a.reshape(-1) for a in arrays]))
-    flat = flat.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else flat.to(device)
+# %% ../nbs/09_attention.ipynb #2d48e23b
+def upload(a: np.ndarray, device: torch.device) -> Tensor:
+    "Copy host to device without waiting."
+    t = torch.from_numpy(a)
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+
+def upload_all(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    "Copy arrays of one type as one."
+    flat = upload(np.concatenate([a.reshape(-1) for a in arrays]), device)
     return [t.view(a.shape) for t, a in zip(flat.split([a.size for a in arrays]), arrays)]
 
 def _places(groups: list[list[int]], lengths: Sequence[int], firsts: np.ndarray) -> np.ndarray | None:
@@ -240,7 +244,7 @@ def _table_tensor(tables: Any, device: torch.device) -> Tensor:
     "Block tables as int64 [n, nb] on the device; ragged lists are padded with the null block."
     if isinstance(tables, Tensor): return tables.to(device).long()
     width = max(len(t) for t in tables)
-    return _upload([np.array([[*t] + [0] * (width - len(t)) for t in tables], np.int64)], device)[0]
+    return upload(np.array([[*t] + [0] * (width - len(t)) for t in tables], np.int64), device)
 
 # %% ../nbs/09_attention.ipynb #d27c7cb9
 class PagedGroups(PagedReads):
@@ -302,7 +306,7 @@ class PagedAttention(PagedDecode, PagedGroups):
         places = {w: _places(g, lengths, firsts) for w, g in plans.items()}
         info = np.stack([np.arange(n), firsts, np.array(starts), np.array(lengths)])
         arrays = [cell, at % block] + [info[:, i] for g in plans.values() for i in g] + [p for p in places.values() if p is not None]
-        cells, offset, *rest = _upload(arrays, kv.device)
+        cells, offset, *rest = upload_all(arrays, kv.device)
         slot, later = table.view(-1).index_select(0, cells) * block + offset, iter(rest)
         groups = {w: [self._group(table, next(later), [starts[i] for i in g], [lengths[i] for i in g], int(firsts[g[0]]), w) for g in plan]
                   for w, plan in plans.items()}

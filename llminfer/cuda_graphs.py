@@ -127,7 +127,7 @@ log = logging.getLogger("llminfer")
 
 class GraphRunner(TorchRunner):
     "A runner whose steps are captured when first needed."
-    prefill_sizes = (16, 32, 64, 128, 256, 512)   # tokens
+    prefill_sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512)   # tokens
     patience = 8     # windows that a larger graph serves before the exact size gets its own
 
     def __init__(self, *args: Any, capture: Callable[[Step], Step] | None = None, trace: Trace | None = None, **kw: Any):
@@ -151,8 +151,13 @@ class GraphRunner(TorchRunner):
 
     def window(self, plan: Plan, t: RunnerTicket) -> None:
         found = find_graph(self, decode_key(self, plan), self.sizes)
-        if found is None: return decode_window(self, plan, t)
+        if found is None: return self.eager_window(plan, t)
         replay_window(self, plan, t, *found)
+
+    def eager_window(self, plan: Plan, t: RunnerTicket) -> None: decode_window(self, plan, t)
+
+    def before_step(self, rows: np.ndarray, i: int, size: int) -> None:
+        "What must be told of step `i` of a window of these rows before it is captured or replayed, on `size` places."
 
     def prefill(self, plan: Plan, t: RunnerTicket) -> None:
         found = find_graph(self, prefill_key(self, plan), list(self.prefill_sizes))
@@ -166,7 +171,9 @@ def capture_step(r: GraphRunner, key: GraphKey) -> None:
     step = partial(decode_step, r, b.rows, key.nb, key.variant) if key.kind == "decode" else partial(prefill_places, r, b, key)
     try:
         fault_point("graphs.capture", key=key)
-        with torch.inference_mode(): r.graphs[key] = StepGraph(b, r.capture(step), r.sampler.version)
+        with torch.inference_mode():
+            if key.kind == "decode": r.before_step(np.empty(0, np.int32), 0, key.size)   # a capture sees dead rows only
+            r.graphs[key] = StepGraph(b, r.capture(step), r.sampler.version)
         r.trace.count("graphs_captured")
     except Exception as e:
         if not r.failed: log.warning("a step could not be captured and stays eager: %s: %s", type(e).__name__, e)
@@ -209,7 +216,8 @@ def replay_window(r: GraphRunner, plan: Plan, t: RunnerTicket, key: GraphKey, g:
     b = g.buffers
     b.rows.copy_(r.state.put(padded(plan.rows, key.size, r.state.max_rows)))
     set_quotas(r, plan, b.rows[:len(plan.rows)])
-    for _ in range(plan.K):
+    for i in range(plan.K):
+        r.before_step(plan.rows, i, key.size)
         g.replay()
         t.row_sets.append(plan.rows)
         t.times.append(time.perf_counter())
