@@ -1,7 +1,29 @@
-"""transformers as the judge: its own Llama, with weights that its side reads and dequantises by itself."""
+"""transformers as the judge: tiny models of every family with given tensors, and its own Llama with weights that its side reads and dequantises by itself."""
 import re
+from typing import Any, Mapping
 import numpy as np
 import torch
+
+
+def hf_config(arch: str = "Llama", heads: tuple[int, int] = (4, 2), tied: bool = False, rope: dict | None = None, extra: dict | None = None, length: int = 0) -> Any:
+    "A tiny configuration, 3 layers; `arch` is Llama, Mistral, Qwen2, Qwen3 or OPT. OPT takes the first of `heads`."
+    import transformers
+    kw: dict[str, Any] = dict(vocab_size=97, hidden_size=heads[0] * 8, num_hidden_layers=3, num_attention_heads=heads[0], max_position_embeddings=2048,
+        tie_word_embeddings=tied, architectures=[f"{arch}ForCausalLM"])
+    kw |= dict(ffn_dim=48) if arch == "OPT" else dict(intermediate_size=48, num_key_value_heads=heads[1])
+    if arch == "Qwen3": kw["head_dim"] = 16
+    if rope: kw["rope_scaling"] = dict(rope)
+    return getattr(transformers, f"{arch}Config")(**{**kw, **(extra or {})})
+
+
+def hf_model(c: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> Any:
+    "transformers' model of a configuration, with these tensors and no others."
+    import transformers
+    hf = getattr(transformers, c.architectures[0])(c).eval()
+    missing, unexpected = hf.load_state_dict(dict(tensors), strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    hf.tie_weights()
+    return hf.to(dtype)
 
 
 def gguf_state_dict(path, n_heads, n_kv_heads):
