@@ -17,9 +17,10 @@ from .config import short_repr
 from .request import RequestError
 
 # %% auto #0
-__all__ = ['LLAMA3_CUT', 'QWEN2_CUT', 'PRE_TOKENIZERS', 'NAMED', 'GGUF_NAMES', 'BYTE_OF', 'ROLES', 'TokenizerError',
-           'TokenizerParts', 'parts_from_gguf', 'parts_from_dir', 'DecoderRules', 'ByteTable', 'SpecialFinder',
-           'check_messages', 'ChatTemplate', 'Tokenizer', 'load_tokenizer', 'TokenView', 'show_tokens']
+__all__ = ['LLAMA3_CUT', 'QWEN2_CUT', 'TEKKEN_CUT', 'PRE_TOKENIZERS', 'WHOLE_WORDS', 'ADVICE', 'NAMED', 'GGUF_NAMES', 'BYTE_OF',
+           'ROLES', 'TokenizerError', 'TokenizerParts', 'parts_from_gguf', 'parts_from_dir', 'DecoderRules',
+           'ByteTable', 'SpecialFinder', 'check_messages', 'ChatTemplate', 'Tokenizer', 'parts_from_bundle',
+           'load_tokenizer', 'TokenView', 'show_tokens']
 
 # %% ../nbs/06_tokenization.ipynb #b246e7e2
 class TokenizerError(ValueError):
@@ -28,6 +29,9 @@ class TokenizerError(ValueError):
 LLAMA3_CUT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
               r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN2_CUT = LLAMA3_CUT.replace("{1,3}", "")   # the same, every digit alone
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN_CUT = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"   # Mistral: a new word at a capital
+              r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 def _regex_cut(pattern: str) -> pre_tokenizers.PreTokenizer:
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -36,9 +40,14 @@ def _regex_cut(pattern: str) -> pre_tokenizers.PreTokenizer:
 def _digits_cut() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
 
-PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {   # `tokenizer.ggml.pre` -> how text is cut before the merges
-    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False), "smollm": _digits_cut,
-    "llama-bpe": lambda: _regex_cut(LLAMA3_CUT), "qwen2": lambda: _regex_cut(QWEN2_CUT)}
+_CUTS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "gpt-2 phi-2 olmo mpt": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b": _digits_cut,
+    "llama-bpe llama3 llama-v3 falcon3 pixtral": lambda: _regex_cut(LLAMA3_CUT),
+    "qwen2 deepseek-r1-qwen megrez": lambda: _regex_cut(QWEN2_CUT), "tekken": lambda: _regex_cut(TEKKEN_CUT)}
+PRE_TOKENIZERS = {name: cut for names, cut in _CUTS.items() for name in names.split()}   # `tokenizer.ggml.pre` -> the cut before the merges
+# a word in the vocabulary is taken whole; a text begins with BOS
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 
 # %% ../nbs/06_tokenization.ipynb #edfb60cb
 @dataclass
@@ -51,57 +60,85 @@ class TokenizerParts:
     add_eos: bool | None = None
     chat_template: str | None = None
     name: str = "tokenizer"                             # for messages
+    template_name: str = ""                             # where the template is from, if from elsewhere
 
 # %% ../nbs/06_tokenization.ipynb #04959a4b
 def parts_from_gguf(
     meta: Mapping[str, Any],   # the file's metadata, keys as in the file
     name: str = "GGUF file",   # for messages
 ) -> TokenizerParts:
-    "Build a byte-level BPE tokenizer from `tokenizer.ggml.*`."
+    "Build the tokenizer from `tokenizer.ggml.*`: byte-level BPE (gpt2) or SentencePiece's BPE (llama)."
     def get(key: str, default: Any = None) -> Any: return meta.get(f"tokenizer.ggml.{key}", default)
     kind, pre = get("model"), get("pre")
     _check_gguf(meta, name)
-    if kind != "gpt2":
-        raise TokenizerError(f"{name}: tokenizer model {short_repr(kind)} is not supported in a GGUF file (only 'gpt2', byte-level BPE): "
-                             "use the model's folder with tokenizer.json")
-    if pre not in PRE_TOKENIZERS:
+    if kind not in ("gpt2", "llama"):
+        raise TokenizerError(f"{name}: tokenizer model {short_repr(kind)} is not supported ('gpt2' and 'llama' are): {ADVICE}")
+    if kind == "gpt2" and pre not in PRE_TOKENIZERS:
         raise TokenizerError(f"{name}: unknown pre-tokenizer {short_repr(pre)} (tokenizer.ggml.pre); known: {', '.join(PRE_TOKENIZERS)}. "
-                             "Another cut would give wrong ids: use the model's folder with tokenizer.json")
-    missing = [k for k in ("tokens", "merges") if get(k) is None]
+                             f"Another cut would give wrong ids: {ADVICE}")
+    missing = [k for k in ("tokens", "merges" if kind == "gpt2" else "scores") if get(k) is None]
     if missing: raise TokenizerError(f"{name}: metadata lacks tokenizer.ggml.{missing[0]}")
     texts = [str(t) for t in get("tokens")]
     types = [int(t) for t in get("token_type", [1] * len(texts))]
     if len(types) != len(texts): raise TokenizerError(f"{name}: {len(texts)} tokens but {len(types)} token types")
-    ids = {k: int(get(f"{g}_token_id")) for k, g in GGUF_NAMES.items() if get(f"{g}_token_id") is not None}
+    usual = dict(bos=1, eos=2, unknown=0) if kind == "llama" else {}
+    ids = {k: int(i) for k, g in GGUF_NAMES.items() if (i := get(f"{g}_token_id", usual.get(g))) is not None}
     for k, i in ids.items():
         if not 0 <= i < len(texts): raise TokenizerError(f"{name}: {k} is id {i}, outside the vocabulary of {len(texts)}")
-    tok = _byte_level(texts, get("merges"), pre, name)
-    control = {i for k, i in ids.items() if k != "unk_token"} | {i for i, y in enumerate(types) if y == 3}
-    tok.add_tokens([tk.AddedToken(t, special=i in control, normalized=False) for i, t in enumerate(texts) if i in control or types[i] == 4])
+    if kind == "gpt2": tok = _byte_level(texts, get("merges"), pre, name)
+    else: tok = _sentence_piece(texts, types, get("scores"), ids["unk_token"], get("add_space_prefix", True), name)
+    _add_marked(tok, texts, types, {i for k, i in ids.items() if k != "unk_token"})
     eos = tuple(dict.fromkeys(ids[k] for k in ("eos_token", "eot_token", "eom_token") if k in ids))
-    return TokenizerParts(tok, {k: texts[i] for k, i in ids.items() if k in NAMED}, eos, bool(get("add_bos_token", pre == "llama-bpe")),
-                          bool(get("add_eos_token", False)), meta.get("tokenizer.chat_template"), name)
+    return TokenizerParts(tok, {k: texts[i] for k, i in ids.items() if k in NAMED}, eos,
+        bool(get("add_bos_token", kind == "llama" or pre in WHOLE_WORDS)),
+        bool(get("add_eos_token", False)), meta.get("tokenizer.chat_template"), name)
 
 # %% ../nbs/06_tokenization.ipynb #2c6a5920
+ADVICE = "name the model's folder or hub id with --tokenizer (EngineConfig.tokenizer)"
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token")   # names that templates know
 GGUF_NAMES = dict(bos_token="bos", eos_token="eos", eot_token="eot", eom_token="eom", unk_token="unknown", pad_token="padding")
 
 def _check_gguf(meta: Mapping[str, Any], name: str) -> None:
     "Refuse `tokenizer.*` values of a wrong type."
-    kinds: dict[str, Any] = dict(model=str, pre=str, tokens=list, merges=list, token_type=list, add_bos_token=bool, add_eos_token=bool)
+    kinds: dict[str, Any] = dict(model=str, pre=str, tokens=list, merges=list, token_type=list, scores=list, add_bos_token=bool,
+        add_eos_token=bool, add_space_prefix=bool)
+    items: dict[str, Any] = {"token_type": int, "scores": float}
     kinds |= {f"{g}_token_id": int for g in GGUF_NAMES.values()}
     for key, kind in [*((f"tokenizer.ggml.{k}", t) for k, t in kinds.items()), ("tokenizer.chat_template", str)]:
         v: Any = meta.get(key)
-        ok = v is None or type(v) is kind and (kind is not list or all(isinstance(x, int if key.endswith("type") else str) for x in v))
+        item = items.get(key.rpartition(".")[2], str)
+        ok = v is None or type(v) is kind and (kind is not list or all(isinstance(x, item) for x in v))
         if not ok: raise TokenizerError(f"{name}: {key} has a value of a wrong type: {short_repr(v)}")
 
 def _byte_level(texts: list[str], merges: Iterable[str], pre: str, name: str) -> tk.Tokenizer:
     pairs = [(a, b) for a, _, b in (str(m).partition(" ") for m in merges)]
-    try: bpe = models.BPE(vocab={t: i for i, t in enumerate(texts)}, merges=pairs, ignore_merges=pre == "llama-bpe")
+    try: bpe = models.BPE(vocab={t: i for i, t in enumerate(texts)}, merges=pairs, ignore_merges=pre in WHOLE_WORDS)
     except Exception as e: raise TokenizerError(f"{name}: tokens and merges do not fit together: {' '.join(str(e).split())[:200]}") from e
     tok = tk.Tokenizer(bpe)
-    if pre == "qwen2": tok.normalizer = normalizers.NFC()
+    if PRE_TOKENIZERS[pre] is PRE_TOKENIZERS["qwen2"]: tok.normalizer = normalizers.NFC()
     tok.pre_tokenizer, tok.decoder = PRE_TOKENIZERS[pre](), decoders.ByteLevel()
+    return tok
+
+def _add_marked(tok: tk.Tokenizer, texts: list[str], types: list[int], special: set[int]) -> None:
+    "Declare the control tokens (type 3, and those with a role) and the ones that the model's makers added (type 4)."
+    control = special | {i for i, y in enumerate(types) if y == 3}
+    tok.add_tokens([tk.AddedToken(t, special=i in control, normalized="▁" in t and i not in control)
+                    for i, t in enumerate(texts) if i in control or types[i] == 4])
+
+# %% ../nbs/06_tokenization.ipynb #f1207a58
+def _sentence_piece(texts: list[str], types: list[int], scores: Sequence[float], unk: int, prefix: bool, name: str) -> tk.Tokenizer:
+    "SentencePiece's BPE: merges out of scores, bytes for what is not in the vocabulary."
+    vocab = {t: i for i, t in enumerate(texts)}
+    if len(vocab) < len(texts): raise TokenizerError(f"{name}: a token occurs twice in tokenizer.ggml.tokens")
+    if len(scores) != len(texts): raise TokenizerError(f"{name}: {len(texts)} tokens but {len(scores)} scores")
+    normal = {t for t, y in zip(texts, types) if y == 1}
+    ranked = sorted((-scores[vocab[t]], vocab[t], k, t) for t in normal for k in range(1, len(t)) if t[:k] in normal and t[k:] in normal)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *([decoders.Strip(" ", 1, 0)] if prefix else [])]
+    tok = tk.Tokenizer(models.BPE(vocab=vocab, merges=[(t[:k], t[k:]) for _, _, k, t in ranked], unk_token=texts[unk], fuse_unk=True,
+                                  byte_fallback=6 in types))
+    spaces = normalizers.Replace(" ", "▁")
+    tok.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    tok.decoder = decoders.Sequence(steps)
     return tok
 
 # %% ../nbs/06_tokenization.ipynb #fa531ec2
@@ -180,7 +217,7 @@ def parts_from_dir(
     file = path / "tokenizer.json"
     if not path.is_dir():
         raise TokenizerError(f"{path}: no such folder; give the model's folder (llminfer.loading.open_checkpoint opens a GGUF file)")
-    if not file.exists():
+    if not file.is_file():
         raise TokenizerError(f"{path}: no tokenizer.json; make it with AutoTokenizer.from_pretrained(...).save_pretrained(...)")
     try: tok = tk.Tokenizer.from_file(str(file))
     except Exception as e: raise TokenizerError(f"{file}: not readable as a tokenizer: {' '.join(str(e).split())[:200]}") from e
@@ -378,7 +415,7 @@ class _Texts:
         self.vocab_size = max(tok.get_vocab_size(), 1 + max(self._added, default=-1))
         self.bos_token_id = tok.token_to_id(parts.named["bos_token"]) if "bos_token" in parts.named else None
         self.name, self.eos_token_ids, self.chat_template = parts.name, parts.eos_ids, parts.chat_template
-        self._chat = ChatTemplate(parts.chat_template, parts.named, parts.name) if parts.chat_template else None
+        self._chat = ChatTemplate(parts.chat_template, parts.named, parts.template_name or parts.name) if parts.chat_template else None
         rules = DecoderRules(tok)
         self.drops_first_space = rules.drops_first_space
         self._tables = [ByteTable(tok, rules, frozenset(self._added), skip) for skip in (frozenset(), self.special_ids)]
@@ -436,7 +473,8 @@ class _Chats(_Texts):
 
     def _render(self, messages: Sequence[Mapping[str, Any]], marked: bool, kw: dict[str, Any]) -> str:
         if self._chat is None:
-            raise TokenizerError(f"{self.name} has no chat template: add chat_template.jinja to the model's folder, or send a plain prompt")
+            raise TokenizerError(f"{self.name} has no chat template: give one with --chat-template (EngineConfig.chat_template), "
+                                 "a file or its text, or send a plain prompt")
         checked = check_messages(messages)
         if marked:
             try:
@@ -477,15 +515,39 @@ class Tokenizer(_Chats):
         if not ids: raise RequestError("the chat template made an empty prompt of these messages", "messages")
         return ids
 
+# %% ../nbs/06_tokenization.ipynb #c5137bd5
+def parts_from_bundle(
+    file: Path,                  # tokenizer.json
+    eos_token_ids: Sequence[int],
+) -> TokenizerParts:
+    "The tokenizer of an Esme bundle; nothing is ever added to a text."
+    try: tok = tk.Tokenizer.from_str(_read_text(file))
+    except TokenizerError: raise
+    except Exception as e: raise TokenizerError(f"{file}: not readable as a tokenizer: {' '.join(str(e).split())[:200]}") from e
+    named = {f"{k}_token": f"<{k}>" for k in ("bos", "eos", "unk", "pad") if tok.token_to_id(f"<{k}>") is not None}
+    ends = [t for i in eos_token_ids if (t := tok.id_to_token(i)) is not None]
+    if ends: named["eos_token"] = ends[0]
+    tok.add_tokens([tk.AddedToken(t, special=True, normalized=False) for t in dict.fromkeys([*named.values(), *ends])])
+    return TokenizerParts(tok, named, tuple(eos_token_ids), add_bos=False, add_eos=False, name=str(file.parent))
+
 # %% ../nbs/06_tokenization.ipynb #c09b204e
 def load_tokenizer(
-    source: Any,   # a folder, or an object with kind ('dir' or 'gguf'), path and metadata (llminfer.loading.TokenizerSource)
+    # a folder, or an object with kind (dir, gguf or bundle), path, metadata and chat_template (llminfer.loading.TokenizerSource)
+    source: Any,
+    vocab_size: int | None = None,   # rows of the model's embedding: a tokenizer with more ids is refused
 ) -> Tokenizer:
     "Build the tokenizer of a model; raises `TokenizerError` with what is missing."
-    if isinstance(source, (str, os.PathLike)): return Tokenizer(parts_from_dir(Path(source)))
-    if source.kind == "dir": return Tokenizer(parts_from_dir(Path(source.path)))
-    if source.kind == "gguf": return Tokenizer(parts_from_gguf(source.metadata, Path(source.path).name))
-    raise TokenizerError(f"unknown kind of tokenizer source {source.kind!r}: 'dir' or 'gguf'")
+    kind, path = ("dir", Path(source)) if isinstance(source, (str, os.PathLike)) else (source.kind, Path(source.path))
+    if kind == "dir": parts = parts_from_dir(path)
+    elif kind == "gguf": parts = parts_from_gguf(source.metadata, path.name)
+    elif kind == "bundle": parts = parts_from_bundle(path, source.metadata["eos_token_ids"])
+    else: raise TokenizerError(f"unknown kind of tokenizer source {kind!r}: dir, gguf or bundle")
+    if (template := getattr(source, "chat_template", None)) is not None:
+        parts.chat_template, parts.template_name = template, getattr(source, "template_name", "")
+    tok = Tokenizer(parts)
+    if vocab_size is not None and (most := tok.vocab_size - 1) >= vocab_size:
+        raise TokenizerError(f"{tok.name}: the tokenizer has id {most}, the model only {vocab_size} rows: not the tokenizer of this model")
+    return tok
 
 # %% ../nbs/06_tokenization.ipynb #5de847b0
 if "TOKENIZERS_PARALLELISM" not in os.environ: os.environ["TOKENIZERS_PARALLELISM"] = "false"

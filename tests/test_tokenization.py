@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from llminfer.loading import open_checkpoint
 from llminfer.request import RequestError
-from llminfer.tokenization import BYTE_OF, Tokenizer, TokenizerError, TokenizerParts, load_tokenizer, parts_from_gguf
+from llminfer.tokenization import BYTE_OF, PRE_TOKENIZERS, Tokenizer, TokenizerError, TokenizerParts, load_tokenizer, parts_from_gguf
 
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
@@ -128,6 +128,63 @@ def test_llama3_cut_groups_digits_and_adds_bos():
     assert cut == ["He", "'LL", "Ġpay", "Ġ", "123", "456", "7", "Ġnow", "!čĊĊ", "Ġ", "Ġx"]
     tok = Tokenizer(parts)
     assert tok.encode("x")[0] == tok.bos_token_id and tok.encode("x", add_special_tokens=False) == tok.encode("x")[1:]
+
+
+def test_tekken_and_other_names_of_cuts():
+    "A capital begins a word in Mistral's newer vocabularies; some cuts have several names."
+    def cut(pre, text): return [w for w, _ in PRE_TOKENIZERS[pre]().pre_tokenize_str(text)]
+    assert cut("tekken", "HelloWorld it's 12!/\n\n Ünï") == ["Hello", "World", "Ġit", "'s", "Ġ", "1", "2", "!/ĊĊ", "ĠÃľnÃ¯"]
+    for names in (("gpt-2", "phi-2", "olmo"), ("smollm", "starcoder", "refact"), ("llama-bpe", "llama3", "falcon3"), ("qwen2", "deepseek-r1-qwen")):
+        for text in random_texts(50): assert len({tuple(cut(n, text)) for n in names}) == 1
+    assert "default" not in PRE_TOKENIZERS and "falcon" not in PRE_TOKENIZERS
+
+
+def sentence_pieces(seed: int = 0) -> dict:
+    "Metadata of a SentencePiece vocabulary: characters, random pieces of them, bytes."
+    rng = random.Random(seed)
+    letters: list[str] = list("▁abcdefgh.é")
+    pieces: list[str] = []
+    for _ in range(120):
+        p = rng.choice(letters + pieces) + rng.choice(letters + pieces)
+        if len(p) < 9 and p not in pieces: pieces.append(p)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *letters, *pieces, "<|im_end|>"]
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(letters) + len(pieces)) + [3]
+    scores = [0.0] * 259 + [-1000.0] * len(letters) + [-float(i) for i in rng.sample(range(len(pieces)), len(pieces))] + [0.0]
+    return {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores, "tokenizer.ggml.token_type": types}
+
+
+def merged_by_score(text: str, meta: dict) -> list[str]:
+    "SentencePiece's rule: the neighbours whose joint piece has the best score, leftmost first; bytes for what is unknown."
+    best = {t: s for t, s, y in zip(meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.scores"], meta["tokenizer.ggml.token_type"]) if y == 1}
+    parts = list("▁" + text.replace(" ", "▁")) if text else []
+    while (pairs := [(-best[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in best]):
+        i = min(pairs)[1]
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return [x for p in parts for x in ([p] if p in best else [f"<0x{b:02X}>" for b in p.encode()])]
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 5), text=st.text("abcdefgh .éx🌶\n", max_size=40))
+def test_sentence_piece_vocabularies_of_gguf_files(seed, text):
+    meta = sentence_pieces(seed)
+    tok = Tokenizer(parts_from_gguf(meta))
+    ids = tok.encode(text)
+    assert ids[0] == tok.bos_token_id == 1 and tok.eos_token_ids == (2,)
+    assert [meta["tokenizer.ggml.tokens"][i] for i in ids[1:]] == merged_by_score(text, meta)
+    assert tok.decode(ids) == text and tok._full.decode(ids, skip_special_tokens=True) == text
+    assert tok.encode("<|im_end|>" + text, add_special_tokens=False)[-1:] != [tok.token_id("<|im_end|>")] or text
+    plain = Tokenizer(parts_from_gguf(meta | {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}))
+    assert plain.decode(plain.encode(text)) == text and plain.encode(" " + text) == ids[1:] or not text
+
+
+def test_sentence_piece_equals_transformers():
+    import transformers
+    meta = sentence_pieces(1)
+    vocab = {t: i for i, t in enumerate(meta["tokenizer.ggml.tokens"])}
+    ours = parts_from_gguf(meta).tok
+    hf = transformers.LlamaTokenizer(vocab=dict(vocab), merges=[tuple(m) for m in json.loads(ours.to_str())["model"]["merges"]], legacy=True)
+    for s in random_texts(200) + ["abc  de", "a ", "héé.x"]:     # transformers 5 does not double a space in front; SentencePiece does
+        if not s.startswith(" "): assert ours.encode(s, add_special_tokens=False).ids == hf.encode(s, add_special_tokens=False), s
 
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "start|>", "end|>", "<", "<<|im_end|>|>", "\n", "system", " ", "🌶", "\ufdd0", "12", "<think>"]
@@ -267,7 +324,8 @@ def test_bad_folders_are_told_in_one_line(tmp_path, files, says):
 
 
 @pytest.mark.parametrize("change, says", [
-    ({"model": "llama"}, "tokenizer model 'llama'"), ({"pre": "mystery"}, "pre-tokenizer 'mystery'"), ({"pre": None}, "pre-tokenizer None"), ({"merges": None}, "lacks tokenizer.ggml.merges"),
+    ({"model": "t5"}, "tokenizer model 't5'.*--tokenizer"), ({"model": "llama"}, "lacks tokenizer.ggml.scores"), ({"model": "llama", "scores": [1.0]}, "3 tokens but 1 scores"),
+    ({"model": "llama", "scores": [1, 2, 3]}, "scores has a value of a wrong type"), ({"model": "llama", "scores": [1.0, 2.0, 3.0], "tokens": ["a", "a", "b"]}, "twice"), ({"pre": "mystery"}, "pre-tokenizer 'mystery'"), ({"pre": None}, "pre-tokenizer None"), ({"merges": None}, "lacks tokenizer.ggml.merges"),
     ({"merges": ["zz yy"]}, "do not fit"), ({"eos_token_id": 99}, "eos_token is id 99"), ({"token_type": [1]}, "token types")])
 def test_bad_gguf_metadata_is_told_in_one_line(change, says):
     good = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"], "eos_token_id": 2}
