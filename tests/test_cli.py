@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner
-from llminfer import cli
+from llminfer import cli, cli_flags
 from llminfer.config import Backend, QuantMode
 from llminfer.loading import make_tiny
 from llminfer.request import CompletionOutput, GenerationResult, StreamChunk
@@ -45,24 +45,27 @@ def finished(p, seconds=60):
 # --- help ----------------------------------------------------------------------------------------------------------------------------
 
 def test_help_is_complete_and_loads_no_torch():
-    p = process("-c", "import sys; from llminfer.cli import app; app(['--help'], standalone_mode=False); print('torch' in sys.modules)")
+    p = process("-c", "import sys; from llminfer.cli import app; app(['--help'], standalone_mode=False); print({'torch', 'fastapi', 'uvicorn', 'numpy'} & set(sys.modules))")
     code, out, err = finished(p)
-    assert code == 0 and out.splitlines()[-1] == "False" and err == "" and all(c in out for c in ("run", "stream", "pull", "info"))
+    assert code == 0 and out.splitlines()[-1] == "set()" and err == "" and all(c in out for c in ("run", "stream", "chat", "serve", "pull", "make-bundle", "info"))
     assert call().stdout == call("-h").stdout == call("--help").stdout
     assert ok("--version") == "llminfer 0.1.0\n"
-    for command, groups in (("run", (cli.EngineFlags, cli.GenerateFlags)), ("stream", (cli.EngineFlags, cli.GenerateFlags)), ("info", (cli.EngineFlags,)), ("pull", (cli.HubFlags,))):
+    for command, groups in (("run", (cli.EngineFlags, cli.GenerateFlags)), ("stream", (cli.EngineFlags, cli.GenerateFlags)), ("info", (cli.EngineFlags,)), ("pull", (cli.HubFlags,)),
+                            ("chat", (cli.EngineFlags, cli.ChatFlags)), ("serve", (cli.ServeFlags,))):
         text = ok(command, "--help", env={"COLUMNS": "60"})
         for g in groups:
-            for f in fields(g): assert re.search(re.escape(cli.FLAGS[f.name]) + r"\b", text), (command, f.name)   # never cut short
+            for f in fields(g): assert re.search(re.escape("--" + f.name.replace("_", "-")) + r"\b", text), (command, f.name)   # never cut short
 
 # --- each flag of the contract runs, or is refused by name -----------------------------------------------------------------------------
 
 SHARED = ["--backend auto", "-b paged", "--quant none", "-q none", "--revision main", "--hf-token secret", "--local-files-only", "--trust-remote-code",
     "--no-trust-remote-code", "--cache-dir /tmp", "--paged-kv", "--no-paged-kv", "--page-size-tokens 4", "--tp-size 1", "--pp-size 1", "--no-compile-fullgraph",
-    "--compile-cudagraphs", "--no-compile-cudagraphs", "--device cpu", "--dtype float64", "--json", "--max-model-len 64", "--max-num-seqs 2", "--gpu-memory-utilization 0.5", "--threads 1"]
-SHARED_REFUSED = ["--backend eager", "--backend compiled", "-b vllm", "--quant int8", "--quant nf4", "-q fp4", "--tp-size 2", "--pp-size 2", "--compile-fullgraph",
+    "--compile-cudagraphs", "--no-compile-cudagraphs", "--device cpu", "--dtype float64", "--json", "--max-model-len 64", "--max-num-seqs 2", "--gpu-memory-utilization 0.5", "--threads 1",
+    "--block-size 8", "--num-blocks 80", "--prefix-cache", "--no-prefix-cache", "--decode-window-size 2", "--max-num-batched-tokens 64", "--prefill-chunk-size 32", "--kernels torch", "--attention-backend torch", "--attention-backend auto"]
+SHARED_REFUSED = ["-b vllm", "--backend upstream", "--quant int8", "--quant nf4", "-q fp4", "--tp-size 2", "--pp-size 2", "--compile-fullgraph",
     "--spec-num-assistant-tokens 3", "--spec-confidence-threshold 0.9", "--device cuda:99", "--dtype float8", "--page-size-tokens 0", "--tp-size 0", "--gpu-memory-utilization 2",
-    "--max-model-len 513", "--max-num-seqs 0", "--threads 0"]
+    "--max-model-len 513", "--max-num-seqs 0", "--threads 0", "--num-blocks 1", "--decode-window-size 0", "--prefill-chunk-size 0",
+    "--kernels mps", "--attention-backend magic", "--tokenizer /nowhere/tok", "--chat-template /nowhere/t.jinja"]
 GENERATE = ["--max-tokens 1", "--temp 0", "--top-p 0.5", "--top-k 5", "--repetition-penalty 1.1", "--no-repeat-ngram-size 2", "--stop END,STOP", "--seed 42", "--bad-words foo,bar",
     "--min-p 0.1", "--presence-penalty 1", "--frequency-penalty -1", "--ignore-eos", "--min-tokens 2", "--adapter-name x", "--chat", "--no-chat", "--system hi"]
 GENERATE_REFUSED = ["--force-words foo", "--adapter some/lora", "--assistant-model demo", "--temp 9", "--top-p 0", "--top-k -2", "--min-p 2", "--seed x", "--max-tokens -1", "--logprobs 21",
@@ -81,15 +84,16 @@ def test_every_flag_runs_or_is_refused_by_name(command, tiny):
         assert r.exit_code == 0 and r.stdout and r.stderr == "" and "secret" not in r.output, (line, r.output)
     for line in SHARED_REFUSED + GENERATE_REFUSED * generates:
         name, value = split(line)[0], line.partition(" ")[2]
-        name = {"-b": "--backend", "-q": "--quant"}.get(name, name)
-        refused(*base, *split(line), words=(name,) if name == "--force-words" else (name, value))
+        name = {"-b": "--backend", "-q": "--quant", "--prefill-chunk-size": "--max-num-batched-tokens", "--chat-template": "chat", "--tokenizer": "tok"}.get(name, name)
+        words = {"--force-words": (name,), "-b vllm": ("vllm", "pip install"), "--backend upstream": ("--upstream-url",)}
+        refused(*base, *split(line), words=words.get(name, words.get(line, (name, value))))
 
 def test_no_flag_is_inert():
     "Every field of the flags reaches the engine's settings or the request, or has a test of its own below."
-    behaviours = {"json", "trace", "chat", "system", "adapter", "adapter_name"}
+    behaviours = {"json", "trace", "chat", "system", "adapter", "adapter_name", "load"}
     other = {"backend": Backend.PAGED, "quant": QuantMode.NF4, "device": "cpu", "dtype": "float64", "max_tokens": 9, "temp": 1.0, "top_p": 0.5, "min_p": 0.5, "stop": ["a"], "bad_words": ["a"],
         "force_words": ["a"], "gpu_memory_utilization": 0.5, "spec_confidence_threshold": 0.5, "hf_token": "t", "repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 1.0,
-        "page_size_tokens": 4, "logprobs": 2, "max_model_len": 99, "model": "x", "revision": "x", "cache_dir": "x", "assistant_model": "x"}
+        "page_size_tokens": 4, "logprobs": 2, "max_model_len": 99, "model": "x", "revision": "x", "cache_dir": "x", "assistant_model": "x", "tokenizer": "x", "chat_template": "x", "attention_backend": "torch", "kernels": "torch", "upstream_url": "http://x", "upstream_api_key": "t"}
     e, g = cli.EngineFlags(), cli.GenerateFlags()
     made = lambda e, g: (cli.engine_config(replace(e, backend=Backend.COMPILED if e.compile_fullgraph else e.backend), g), cli.request_fields("p", g))
     plain, compiled = made(e, g), (cli.engine_config(replace(e, backend=Backend.COMPILED), g), cli.request_fields("p", g))
@@ -99,7 +103,7 @@ def test_no_flag_is_inert():
             old = getattr(flags, f.name)
             new = replace(flags, **{f.name: other[f.name] if f.name in other else not old if isinstance(old, bool) else (old or 0) + 3})
             got = made(new, g) if flags is e else made(e, new)
-            assert repr(got) != repr(plain) and repr(got) != repr(compiled) or f.name == "hf_token" and got[0].hf_token == "t", f.name
+            assert repr(got) != repr(plain) and repr(got) != repr(compiled) or f.name in ("hf_token", "upstream_api_key") and "t" in (got[0].hf_token, got[0].upstream_api_key), f.name
 
 # --- mistakes --------------------------------------------------------------------------------------------------------------------------
 
@@ -121,7 +125,7 @@ def test_bad_models_are_one_line(command, broken, tmp_path):
     more = () if command == ("info",) else ("--trace", trace)
     for fault, words in ((dict(architectures=["MambaForCausalLM"], model_type="mamba"), ("Mamba",)), (dict(rope_scaling={"rope_type": "spiral", "factor": 2.0}), ("spiral",)),
                          (dict(truncate=5000), ("model.safetensors",))):
-        refused(*command, "-m", folder := broken(**fault), *more, words=words)
+        refused(*command, "-m", folder := broken(**fault), "-b", "paged", *more, words=words)
         assert not trace.exists() and sorted(p.name for p in folder.iterdir()) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     for name in ("/nowhere/model", "nowhere.gguf", str(tmp_path), "no/such-model"): refused(*command, "-m", name, "--local-files-only", words=(name,))
     (tmp_path / "bad.gguf").write_bytes(b"not a model at all")
@@ -146,12 +150,16 @@ def test_bad_prompts_are_one_line(command, tiny, tmp_path):
     refused("rnu", words=("rnu", "run"))
 
 def test_a_wrong_value_is_told_in_our_words(tiny):
-    for line, said in (("--backend vlm", "--backend must be auto or paged, got 'vlm' (eager, compiled, vllm: not available yet)"), ("-bvlm", "--backend must be auto or paged, got 'vlm' (eager, compiled, vllm: not available yet)"),
-                       ("--quant int9", "--quant must be none, got 'int9' (int8, nf4, fp4: not available yet)"), ("--seed abc", "--seed must be a whole number, got 'abc'"), ("--seed=1.5", "--seed must be a whole number, got '1.5'"),
+    for line, said in (("--backend vlm", "--backend must be auto, paged, eager, compiled, vllm or upstream, got 'vlm'"), ("-bvlm", "--backend must be auto, paged, eager, compiled, vllm or upstream, got 'vlm'"),
+                       ("--quant int9", "--quant must be none, int8, nf4 or fp4, got 'int9'"), ("--seed abc", "--seed must be a whole number, got 'abc'"), ("--seed=1.5", "--seed must be a whole number, got '1.5'"),
                        ("--temp hot", "--temp must be a number, got 'hot'"), ("--n x", "--n must be a whole number, got 'x'")):
         assert refused("run", "hi", "-m", tiny, *line.split()) == f"error: {said}\n"
     text = " ".join(ok("run", "--help").split())
-    for words in ("eager, compiled and vllm are not available yet", "int8, nf4 and fp4 are not available yet"): assert words in text
+    for words in ("upstream: a server", "need --backend eager"): assert words in text
+
+def test_other_backends_say_the_same(tiny):
+    args = ("run", "hello", "-m", tiny, "--temp", 0, "--max-tokens", 8, "--ignore-eos", "--json")
+    assert json.loads(ok(*args, "-b", "eager"))["token_ids"] == json.loads(ok(*args))["token_ids"]
 
 def test_mistakes_in_a_real_process(broken, tiny):
     for args, word in ((("run", "x" * 801, "-m", tiny, "--no-chat"), "512"), (("info", "-m", broken(truncate=100)), "model.safetensors"), (("stream", "hi", "--quant", "int3"), "int3")):
@@ -197,7 +205,7 @@ def test_samples_and_logprobs_as_text(tiny):
     assert len(d["outputs"]) == 2 and all(f"\n{o['text']}\n" in out for o in d["outputs"])
 
 def test_json_has_no_nan():
-    assert cli.plain({"a": float("nan"), "b": [float("-inf"), 1.5, (2, None)], 3: "x"}) == {"a": None, "b": [None, 1.5, [2, None]], 3: "x"}
+    assert cli_flags.plain({"a": float("nan"), "b": [float("-inf"), 1.5, (2, None)], 3: "x"}) == {"a": None, "b": [None, 1.5, [2, None]], 3: "x"}
 
 HOSTILE = "[bold]not bold[/bold] - [x] done [/INST] :smile: C:\\[a] \x1b[31m {curly}\n  two  spaces"
 
@@ -230,11 +238,22 @@ def test_chat_raw_text_and_standard_input(tiny, tmp_path):
     refused("run", "hello", "-m", bare, "--chat", words=("chat template",))
     refused("run", "hello", "-m", bare, "--system", "x", words=("--system", "chat template"))
 
+def test_another_template_and_another_tokenizer(tiny, tmp_path):
+    (t := tmp_path / "t.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    from llminfer.tokenization import load_tokenizer
+    want = load_tokenizer(tiny).encode("[user] hello", add_special_tokens=False)
+    assert ids("hello", "-m", tiny, "--chat-template", t) == ids("hello", "-m", tiny, "--chat-template", t.read_text()) == want
+    other = make_tiny(tmp_path / "other", seed=1)
+    tok = json.loads((other / "tokenizer_config.json").read_text())
+    tok["chat_template"] = "{{ messages[0].content }}"
+    (other / "tokenizer_config.json").write_text(json.dumps(tok))
+    assert ids("hello", "-m", tiny, "--tokenizer", other) == load_tokenizer(tiny).encode("hello", add_special_tokens=False)
+
 def quote(words): return ",".join(re.sub(r"[\\,]", r"\\\g<0>", w).replace("\n", r"\n").replace("\t", r"\t").replace("\r", r"\r") for w in words)
 
 @given(st.lists(st.lists(st.text(st.sampled_from("ab\\,nrt\n\t\r "), max_size=5), max_size=4), max_size=3))
 def test_any_list_of_texts_can_be_written(lists):
-    assert cli.split_words([quote(words) for words in lists]) == ([w for words in lists for w in words if w] or None)
+    assert cli_flags.split_words([quote(words) for words in lists]) == ([w for words in lists for w in words if w] or None)
 
 def test_stop_strings(tiny):
     base = ("run", "hello", "-m", tiny, "--no-chat", "--temp", 0, "--max-tokens", 12, "--ignore-eos", "--json")
@@ -321,6 +340,18 @@ def test_a_closed_pipe_is_quiet(endless):
     p.stdout.close()
     assert p.wait(60) == 1 and p.stderr.read() == ""
     p.stderr.close()
+
+# --- make-bundle -----------------------------------------------------------------------------------------------------------------------
+
+def test_make_bundle_makes_a_model_that_runs(tmp_path):
+    folder = tmp_path / "b"
+    assert ok("make-bundle", folder, "--seed", 3) == f"{folder}\n" and sorted(p.name for p in folder.iterdir()) == ["README.md", "config.json", "manifest.json", "tokenizer.json", "weights.pt"]
+    refused("make-bundle", folder, words=(folder,))
+    refused("make-bundle", tmp_path / "c", "--preset", "huge", words=("huge", "tiny"))
+    refused("make-bundle", tmp_path / "c", "--seed", "x", words=("--seed", "whole number"))
+    assert not (tmp_path / "c").exists() and json.loads(ok("make-bundle", tmp_path / "d", "--json")) == {"preset": "tiny", "seed": 0, "path": str(tmp_path / "d")}
+    d = json.loads(ok("run", "hello", "-m", folder, "--temp", 0, "--max-tokens", 3, "--json"))
+    assert d["error"] is None and len(d["token_ids"]) >= 1
 
 # --- pull and info ---------------------------------------------------------------------------------------------------------------------
 
