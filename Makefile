@@ -10,11 +10,12 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 CODE := llminfer tests $(wildcard tools examples benchmarks)
 
-.PHONY: help demo test check parity readme docs lab clean
+.PHONY: help demo test check clients parity readme docs lab clean
 help:
 	@echo "make demo    answer a question with the demo model (installs the base packages once)"
 	@echo "make test    all tests, notebooks included (installs the dev packages once)"
 	@echo "make check   ruff and mypy over library and tests"
+	@echo "make clients heavy OpenAI clients against the server, in .venv-clients"
 	@echo "make parity  the long comparison with transformers (about 12 minutes, resumable)"
 	@echo "make readme  README.md from nbs/index.ipynb"
 	@echo "make docs    the site, into _docs"
@@ -49,6 +50,15 @@ test: .venv/.dev .venv/.model
 check: .venv/.dev
 	ruff check $(CODE)
 	mypy
+
+# langchain-openai, litellm and lm-eval against a real server here; heavy, so in an environment of their own
+.venv-clients/.ready: tests/clients/requirements.txt
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install -q $(PIP_ARGS) -r tests/clients/requirements.txt
+	@touch $@
+
+clients: .venv/.dev .venv-clients/.ready
+	python tests/clients/run.py
 
 parity: .venv/.dev .venv/.model
 	python benchmarks/parity.py

@@ -4,22 +4,16 @@ import json, re
 from pathlib import Path
 from typing import Any, Iterator
 import pytest
-from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import BrowserContext, Page, expect
 from house import ROOT
 from llminfer.loading import make_tiny
+from support.browser import chromium
 from support.fake_openai import PAGE, Fake, fake_openai
 from support.served import served
 
-ARGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync".split()
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
-    with sync_playwright() as p:
-        context = p.chromium.launch_persistent_context(str(tmp_path_factory.mktemp("chromium")), executable_path="/usr/bin/chromium", headless=True, args=ARGS,
-            viewport={"width": 1280, "height": 800}, accept_downloads=True)
-        context.set_default_timeout(15000)
-        yield context
-        context.close()
+    with chromium(tmp_path_factory.mktemp("chromium"), accept_downloads=True) as context: yield context
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, Fake]]:
