@@ -1,0 +1,55 @@
+"""Every kernel of a decode step, a prompt and the sampling tails compiles for an H200, on a machine that has none.
+
+The interpreter says that a kernel is right; only the compiler says that it is a program."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SHAPES = {"esme": (32768, 768, 2048, 12, 4, 64), "wide": (151936, 1024, 3072, 16, 8, 128)}
+
+
+def compile_all() -> None:
+    "Run steps whose launches are only compiled; print how many kernels there were."
+    from support.offline_triton import compiled
+    import numpy as np
+    import torch
+    from llminfer import kernels, layers
+    from llminfer.attention import KVPool, PagedAttention
+    from llminfer.interfaces import RowInit, variant_of
+    from llminfer.model import Dense, ModelConfig, Transformer, tensor_shapes
+    from llminfer.request import SamplingParams
+    from llminfer.runner import DecodeState, Ring
+    from llminfer.sampling import SamplerState
+    kernels.fused_available, layers.pdl_works = lambda model, device: (True, ""), lambda device: True
+    tails = [SamplingParams(temperature=0), SamplingParams(temperature=.8), SamplingParams(temperature=.8, top_p=.9, min_p=.1),
+             SamplingParams(temperature=.8, top_k=50, top_p=.9, presence_penalty=.3, repetition_penalty=1.1, min_tokens=3, eos_ids=(1,), stop_ids=(1,))]
+    for name, (V, D, F, H, G, E) in SHAPES.items():
+        c = ModelConfig("qwen3", V, D, F, 2, H, G, E, rope_theta=1e6, qk_norm=True, tie_embeddings=True, max_position_embeddings=4096)
+        model = Transformer.from_tensors(c, {k: torch.empty(s, dtype=torch.bfloat16) for k, s in tensor_shapes(c).items()}, torch.bfloat16, "cpu",
+                                         linear=lambda weight, bias=None, name="": Dense(weight, bias, name))
+        for B in (1, 2, 8, 64, 256):
+            st, kv = DecodeState(B, 1024, 16, "cpu"), KVPool(2, 65, 16, G, E, torch.bfloat16, "cpu")
+            sampler, ring, rows = SamplerState(B + 1, V, "cpu"), Ring(8, B, torch.device("cpu")), torch.arange(B)
+            p = layers.LayerProgram(model, PagedAttention(kv, H, windows=c.windows))
+            zeros, act = torch.zeros(B, dtype=torch.int64), torch.ones(B, dtype=torch.bool)
+            p.feed(st, rows)
+            for distinct in (True, False): p.decode(st, zeros, rows, zeros + 5, act, 0, distinct)
+            for params in tails:
+                sampler.init_rows([RowInit(r, 0, params, np.arange(3, dtype=np.int32), 3, 1000) for r in range(B)])
+                p.finish(st, sampler, ring, torch.zeros(B, V, dtype=torch.bfloat16), rows, zeros + 6, act, variant_of(params))
+        p.prefill(st, torch.zeros(200, dtype=torch.int64), torch.arange(2), torch.arange(200) % 100, [0, 0], [100, 100])
+    kinds = {n for n, _ in compiled}
+    assert all("cubin" in k.asm for k in compiled.values())
+    print(len(compiled), "kernels of", len(kinds), "kinds")
+
+
+def test_kernels_compile_for_an_h200():
+    "In a process of its own: Triton decides at import what it is."
+    root = Path(__file__).resolve().parents[1]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
+    r = subprocess.run([sys.executable, "-c", "import test_compile; test_compile.compile_all()"], capture_output=True, text=True, cwd=root, env=env)
+    assert r.returncode == 0, r.stderr[-3000:]
+    n, kinds = int(r.stdout.split()[-5]), int(r.stdout.split()[-2])
+    print(r.stdout[-200:])
+    assert n > 50 and kinds > 12, r.stdout
