@@ -222,7 +222,7 @@ def test_run_batch_reports_each_error_in_its_own_place(monkeypatch):
     e = tiny_engine(max_model_len=32)
     good = e.run("fine", max_new_tokens=3, **GREEDY).token_ids
     rs = e.run_requests([GenerationRequest("fine", max_new_tokens=3, **GREEDY), GenerationRequest(""), GenerationRequest("x", temperature=float("nan")),
-        GenerationRequest("too long " * 50), GenerationRequest("x", force_words=["y"]), GenerationRequest(prompt_token_ids=[1, 512]), GenerationRequest("fine", max_new_tokens=3, **GREEDY)])
+        GenerationRequest("too long " * 50), GenerationRequest("x", force_words=["y" * 60], max_new_tokens=3), GenerationRequest(prompt_token_ids=[1, 512]), GenerationRequest("fine", max_new_tokens=3, **GREEDY)])
     assert [r.error is None for r in rs] == [True, False, False, False, False, False, True] and all(r.finish_reason == "error" for r in rs if r.error)
     for word, r in zip(("prompt is empty", "temperature", "the context holds 32", "force_words", "512"), rs[1:6]): assert word in r.error
     assert rs[0].token_ids == rs[6].token_ids == good
@@ -312,7 +312,7 @@ def test_a_core_that_cannot_be_rebuilt_ends_the_thread_and_says_so():
 
 def test_a_stop_string_before_the_prompts_scores_waits_for_them(monkeypatch):
     "Harvests in mid-window bring tokens before the scores of the chunk that made them."
-    import llminfer.backends as B
+    import llminfer.paged as B
     limits = B.pool_limits
 
     def piecemeal(*a):
@@ -369,7 +369,6 @@ def test_settings_that_bound_memory():
         with pytest.raises(ConfigError, match=word): engine_around(model, tok, **kw)
     for kw in (dict(tensor_parallel_size=2), dict(assistant_model_name="x"), dict(speculative_num_assistant_tokens=3)):
         with pytest.raises(ConfigError, match=next(iter(kw))): InferenceEngine(EngineConfig(model_name=tiny()[0], **kw)).load()
-    with pytest.raises(ConfigError, match="not available yet; choose auto or paged"): InferenceEngine(EngineConfig(backend="eager"))
     for cfg, how in (("demo", r"EngineConfig\(model_name='demo'\)"), (tiny()[0], r"EngineConfig\(model_name='/.*'\)"), ({"model_name": "demo"}, r"EngineConfig\(\*\*settings\)"), (0, "EngineConfig")):
         with pytest.raises(ConfigError, match=f"pass {how}"): InferenceEngine(cfg)
 
