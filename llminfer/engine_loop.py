@@ -28,10 +28,10 @@ from llminfer.handles import (GenerationError, RequestHandle, Sample, Vocabulary
 
 # %% auto #0
 __all__ = ['FEATURES', 'SETTINGS', 'NEUTRAL', 'EngineLoop', 'add_request', 'abort_request', 'deliver', 'fail_handles',
-           'loop_forever', 'wait_for_work', 'turn', 'new_core', 'note_queue_time', 'start_over', 'leave', 'end_at_exit',
-           'loop_html', 'asked', 'refuse_request', 'refuse_settings', 'BackendFacts', 'AdapterCalls', 'BaseBackend',
-           'try_submit', 'cancelling', 'generate_all', 'ChunkIterator', 'LoopBackend', 'checked', 'submit_ids',
-           'matchers_of']
+           'loop_forever', 'wait_for_work', 'turn', 'end_turn', 'new_core', 'note_queue_time', 'start_over', 'leave',
+           'end_at_exit', 'loop_html', 'asked', 'refuse_request', 'refuse_settings', 'BackendFacts', 'AdapterCalls',
+           'BaseBackend', 'try_submit', 'cancelling', 'generate_all', 'ChunkIterator', 'LoopBackend', 'checked',
+           'prepare', 'submit_ids', 'matchers_of']
 
 # %% ../nbs/20c_engine_loop.ipynb #d6860592
 class EngineLoop:
@@ -43,6 +43,7 @@ class EngineLoop:
         self.handles: dict[int, tuple[RequestHandle, Sample]] = {}    # seq_id -> who wants its tokens
         self.inbox: deque[tuple[Callable[[EngineLoop, RequestHandle], None], RequestHandle]] = deque()
         self.cond, self.closing, self.next_id = threading.Condition(), False, 0
+        self.after_turn: set[Callable[[], None]] = set()   # called once when this turn ends, then forgotten; only the thread adds
         new_core(self)
         self.thread = threading.Thread(target=loop_forever, args=(self,), name="llminfer-engine", daemon=True)
         atexit.register(end_at_exit, weakref.ref(self))
@@ -124,6 +125,7 @@ def loop_forever(loop: EngineLoop) -> None:
     try:
         while wait_for_work(loop):
             if error := turn(loop): start_over(loop, error)
+            end_turn(loop)
     except BaseException as e:
         end = f"the engine thread ended: {type(e).__name__}: {e}"
         raise
@@ -143,6 +145,12 @@ def turn(loop: EngineLoop) -> str | None:
         if loop.core.has_work: deliver(loop, loop.core.step())
     except Exception as e: return f"{type(e).__name__}: {e}"
     return None
+
+def end_turn(loop: EngineLoop) -> None:
+    "Tell those who collect news that the turn's are complete: they may be many chunks and one wake-up."
+    while loop.after_turn:
+        try: loop.after_turn.pop()()
+        except Exception: _log.exception("a call at the end of a turn failed")
 
 # %% ../nbs/20c_engine_loop.ipynb #be752ff0
 def new_core(loop: EngineLoop) -> None:
@@ -170,6 +178,7 @@ def leave(loop: EngineLoop, error: str) -> None:
     for name in ("core", "make"): loop.__dict__.pop(name, None)   # first: who hears of the end may load again at once
     fail_handles(loop, [h for h, _ in loop.handles.values()] + [h for _, h in loop.inbox], error)
     loop.inbox.clear()
+    end_turn(loop)
 
 # %% ../nbs/20c_engine_loop.ipynb #a9a801d4
 def end_at_exit(ref: weakref.ref[EngineLoop]) -> None:
@@ -238,6 +247,8 @@ def refuse_settings(b: BaseBackend, allowed: Sequence[str] = ()) -> None:
 class BackendFacts:
     "What a backend says of itself."
     name = "base"
+    model_id = ""                            # the name to serve the loaded model by; empty: as it was asked for
+    generation_config: dict[str, Any] = {}   # sampling settings that the loaded model's authors advise
     lacks: dict[str, str] = {}   # feature -> why this backend does not have it
     def __init__(self, cfg: EngineConfig): self.cfg = cfg
     def info(self) -> dict[str, Any]: return {}
@@ -403,14 +414,24 @@ def checked(r: GenerationRequest) -> GenerationRequest:
     if is_number(r.arrival_time, 0, 1e12): return r
     raise RequestError(f"arrival_time must be seconds of time.monotonic(), got {r.arrival_time!r}", "arrival_time")
 
+def prepare(
+    r: GenerationRequest,           # checked
+    tok: Tokenizer,
+    config: Vocabulary,
+    limits: SchedulerConfig,
+    draw_seed: Callable[[], int],   # for a request that has none
+) -> tuple[list[int], list[SamplingParams]]: # ids of the prompt; numbers for each sample
+    "Words to numbers; raises `RequestError` for what can never run."
+    ids = tok.encode(r.prompt, add_special_tokens=r.add_special_tokens) if r.prompt_token_ids is None else r.prompt_token_ids
+    ids = check_prompt(ids, limits).tolist()
+    return ids, resolve_params(r, tok, config, len(ids), limits.max_model_len, draw_seed)
+
 def submit_ids(b: LoopBackend, request: GenerationRequest, notify: Callable[[StreamChunk], None] | None, stream: bool) -> RequestHandle:
     "Turn a request into ids and numbers, and queue it."
     r = checked(request)
     refuse_request(b, r)
     loop = b.ready()
-    ids = b.tokenizer.encode(r.prompt, add_special_tokens=r.add_special_tokens) if r.prompt_token_ids is None else r.prompt_token_ids
-    ids = check_prompt(ids, loop.cfg).tolist()
-    params = resolve_params(r, b.tokenizer, b.config, len(ids), loop.cfg.max_model_len, lambda: b.rng.getrandbits(63))
+    ids, params = prepare(r, b.tokenizer, b.config, loop.cfg, lambda: b.rng.getrandbits(63))
     h = RequestHandle(r, ids, params, b.tokenizer, stream or r.stream, notify, matchers=matchers_of(b, r, params, len(ids)))
     loop.submit(h)
     return h

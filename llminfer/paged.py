@@ -16,7 +16,7 @@ from .assembly import build_core, choose_parts, pool_limits
 from .engine_loop import EngineLoop, LoopBackend, refuse_settings
 
 # %% auto #0
-__all__ = ['PAGED_LACKS', 'PagedBackend', 'PagedEngine', 'read_model', 'paged_info', 'paged_cache_stats']
+__all__ = ['PAGED_LACKS', 'PagedBackend', 'PagedEngine', 'read_model', 'paged_info', 'program_info', 'paged_cache_stats']
 
 # %% ../nbs/20d_paged.ipynb #1f061399
 PAGED_LACKS = {
@@ -63,6 +63,7 @@ def read_model(b: PagedBackend) -> tuple[CausalModel, Tokenizer]:
     tokenizer = load_tokenizer(ckpt.tokenizer, vocab_size=ckpt.config.vocab_size if c.tokenizer else None)
     model = load_model(ckpt, resolve_dtype("float16" if half else c.dtype, device), device)
     b.format, b.load_s = ckpt.format, time.perf_counter() - t
+    b.model_id, b.generation_config = ckpt.model_id, ckpt.generation_config
     return model, tokenizer
 
 # %% ../nbs/20d_paged.ipynb #eb0f34d8
@@ -76,7 +77,12 @@ def paged_info(b: PagedBackend) -> dict[str, Any]:
         "max_model_len": L.max_model_len, "max_num_seqs": L.max_num_seqs, "max_num_batched_tokens": L.max_num_batched_tokens,
         "block_size": L.block_size, "num_blocks": L.n_blocks, "kv_bytes": kv_bytes, "window_steps": L.window_steps,
         "max_in_flight": L.max_in_flight, "prefix_cache": L.prefix_cache, "linear": m.linear_kind, **b.parts.reasons,
-        "format": b.format, "load_s": round(b.load_s, 3), "counters": dict(b.trace.counters)}
+        **program_info(b), "format": b.format, "load_s": round(b.load_s, 3), "counters": dict(b.trace.counters)}
+
+def program_info(b: LoopBackend) -> dict[str, Any]:
+    "What the step program tells of itself, if it does."
+    tell = getattr(getattr(getattr(getattr(b.loop, "core", None), "runner", None), "program", None), "info", None)
+    return dict(tell()) if callable(tell) else {}
 
 def paged_cache_stats(b: LoopBackend) -> dict[str, Any]:
     "Counts of the real pool, under the contract's names and our own."

@@ -10,8 +10,8 @@ from typing import Any, Callable, Sequence
 from .config import is_int, is_number, number_range, plain, short_repr
 
 # %% auto #0
-__all__ = ['RequestError', 'ContextLengthError', 'SamplingParams', 'GenerationRequest', 'validate_request', 'TokenStats',
-           'TokenLogprob', 'CompletionOutput', 'GenerationResult', 'StreamChunk']
+__all__ = ['STRUCTURED_KINDS', 'RequestError', 'ContextLengthError', 'SamplingParams', 'GenerationRequest', 'validate_request',
+           'TokenStats', 'TokenLogprob', 'CompletionOutput', 'GenerationResult', 'StreamChunk']
 
 # %% ../nbs/01_request.ipynb #3195a941
 class RequestError(ValueError):
@@ -53,6 +53,9 @@ class SamplingParams:
     @property
     def greedy(self) -> bool: return self.temperature < 1e-4
 
+# %% ../nbs/01_request.ipynb #9e761140
+STRUCTURED_KINDS = ("json", "json_object", "regex", "grammar", "choice", "structural_tag")   # what a text may be held to
+
 # %% ../nbs/01_request.ipynb #7427e045
 @dataclass
 class GenerationRequest:
@@ -92,6 +95,7 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
     adapter: str | None = None
+    structured_outputs: dict[str, Any] | None = None     # one of STRUCTURED_KINDS and its value: {"regex": "[0-9]+"}
 
 # %% ../nbs/01_request.ipynb #ba79dc80
 def _bad(name: str, what: str, v: Any) -> RequestError: return RequestError(f"{name} must be {what}, got {short_repr(v)}", name)
@@ -152,11 +156,28 @@ def _check_kinds(r: GenerationRequest) -> None:
         if not _is_id(i): raise _bad("logit_bias", "keyed by token ids (integers from 0)", i)
         if not is_number(v, -100, 100): raise _bad("logit_bias", number_range(-100, 100) + f" for id {i}", v)
 
+# %% ../nbs/01_request.ipynb #426ca023
+def _check_structured(v: Any) -> None:
+    "None, or a dictionary with exactly one kind; whether the schema itself compiles is known two rooms further on."
+    name, kinds = "structured_outputs", ", ".join(STRUCTURED_KINDS)
+    if v is None: return
+    if not isinstance(v, dict) or sum(k in STRUCTURED_KINDS for k in v) != 1:
+        raise _bad(name, f"a dictionary with exactly one of {kinds}", v)
+    for k, x in v.items():
+        if k in STRUCTURED_KINDS: continue
+        if k == "any_whitespace":
+            if not isinstance(x, bool): raise _bad(name, "True or False at any_whitespace", x)
+        elif k == "backend":
+            if not isinstance(x, str) or x not in ("auto", "xgrammar", "llguidance"):
+                raise _bad(name, "auto, xgrammar or llguidance at backend", x)
+        else: raise _bad(name, f"made of one of {kinds}, any_whitespace and backend", k)
+
 # %% ../nbs/01_request.ipynb #9e130103
 def validate_request(r: GenerationRequest) -> GenerationRequest:
     "Raise `RequestError` for a value out of range; return the request, numpy scalars in it as Python's numbers."
     _check_ranges(r)
     _check_kinds(r)
+    _check_structured(r.structured_outputs)
     r = replace(r, **{f.name: plain(getattr(r, f.name)) for f in fields(r)})
     if r.prompt_token_ids is not None:
         if len(r.prompt_token_ids) == 0: raise RequestError("prompt_token_ids is empty: give at least one id", "prompt_token_ids")

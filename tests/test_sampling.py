@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (MinNewTokensLengthLogitsProcessor, MinPLogitsWarper, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 from llminfer.interfaces import RowInit, Variant, variant_of
+from llminfer.masks import set_ids
 from llminfer.request import RequestError, SamplingParams as P
 from llminfer.sampling import MOST, Noise, SamplerState, check_ids, check_lists, draw, gumbel, philox, ranked, survivors, token_logprobs, _Race
 
@@ -344,8 +345,8 @@ def test_rules_that_ban_everything_fall_back_to_the_models_favourite():
         out = Bench([p, P(temperature=0)]).step(logits)
         assert torch.equal(out.tokens, logits.argmax(-1)) and out.finite.all()
     state = Bench([P(), P(temperature=0)]).state
-    allowed = torch.zeros(2, 64, dtype=torch.bool); allowed[0, 9] = True; allowed[1, 3] = True
-    out = state.sample(logits, torch.arange(2), torch.tensor([4, 4]), torch.zeros(2, 8, dtype=torch.int32), Variant(sample=True, k_open=True, masks=True), allowed)
+    words = np.zeros((2, 2), np.int32); set_ids(words[0], [9]); set_ids(words[1], [3]); state.masks.put(np.arange(2), words)
+    out = state.sample(logits, torch.arange(2), torch.tensor([4, 4]), torch.zeros(2, 8, dtype=torch.int32), Variant(sample=True, k_open=True, masks=True))
     assert out.tokens.tolist() == [9, 3]
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -2,6 +2,7 @@
 from __future__ import annotations
 import itertools, random
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 import numpy as np
@@ -11,21 +12,52 @@ from llminfer.batching import Scheduler, SchedulerConfig
 from llminfer.config import ConfigError
 from llminfer.interfaces import GEN_MASK, CacheFullError, Plan, SeqDelta, Variant
 from llminfer.kv_cache import BlockPool
-from llminfer.scripted import ScriptedRunner, drive, scripted_text, text_of
+from llminfer.masks import MaskDesk, MaskError, make_mask, set_ids
+from llminfer.scripted import ScriptedRunner, drive, mix, scripted_text, text_of
 from llminfer.request import ContextLengthError, RequestError, SamplingParams
 from llminfer.tracing import Trace
 
 VOCAB, MAX_LEN = 97, 96
 
-def make(n_blocks=64, block=4, rows=8, K=1, chunk=None, budget=64, max_len=MAX_LEN, D=0, cache=True, eviction="lru", trace=None, follow=True, **kw):
+def make(n_blocks=64, block=4, rows=8, K=1, chunk=None, budget=64, max_len=MAX_LEN, D=0, cache=True, eviction="lru", trace=None, follow=True, desk=None, **kw):
     cfg = SchedulerConfig(rows, budget, max_len, block, K, chunk, D, VOCAB, follow)
     pool = BlockPool(n_blocks, block, prefix_cache=cache, eviction=eviction)
-    return Scheduler(pool, cfg, trace), ScriptedRunner(cfg, n_blocks, **kw)
+    return Scheduler(pool, cfg, trace, desk), ScriptedRunner(cfg, n_blocks, **kw)
 
 def idle(s: Scheduler) -> None:
     s.pool.check()
     assert s.pool.n_held == s.pool.n_draining == s.n_running == s.n_waiting == 0 and not s.flights
     assert s.owner == [None] * len(s.owner) and sorted(s._free_rows) == list(range(len(s.owner))) and (s.gens == -1).all()
+
+class Turns:
+    "The token at index n is n modulo 3: a mask for the wrong place gives another text."
+    def mask(self, ids, n_prompt, words): set_ids(words, np.arange(len(ids) % 3, VOCAB, 3))
+
+def masked_text(ids, p: SamplingParams, max_len: int) -> list[int]:
+    "`scripted_text` under `Turns`."
+    out: list[int] = []
+    for at in range(len(ids), min(len(ids) + p.max_tokens, max_len)):
+        token = int(mix(ids[0], p.child, at)[0] % VOCAB)
+        while len(out) < p.min_tokens and token in p.stop_ids: token = (token + 1) % VOCAB
+        while token % 3 != at % 3: token = (token + 1) % VOCAB
+        out.append(token)
+        if token in p.stop_ids: break
+    return out
+
+class LateDesk(MaskDesk):
+    "Masks are ready when the test says so."
+    def __init__(self):
+        super().__init__(VOCAB)
+        self.late: list[tuple[Future[Any], Any]] = []
+    def ask(self, m, ids, n_prompt):
+        f: Future[Any] = Future()
+        self.late.append((f, (m, ids.copy(), n_prompt)))
+        return f
+    def make(self, i: int) -> None:
+        f, args = self.late.pop(i)
+        m, ids, n_prompt = args
+        try: f.set_result(make_mask(m, ids, n_prompt, VOCAB))
+        except MaskError as e: f.set_exception(e)
 
 class World:
     "Submits, steps, aborts at random and knows what every sequence must say."
@@ -36,7 +68,7 @@ class World:
         self.n_blocks = -(-MAX_LEN // block) + 1 + (r.randrange(8) if small else 400)
         reveal = (lambda left: r.randrange(0, left + 1)) if r.random() < .5 else None
         self.s, self.dev = make(self.n_blocks, block, r.choice([1, 3, 8]), r.choice([1, 4, 8]), r.choice([7, 64, None]), r.choice([8, 32, 128]), D=D,
-            cache=r.random() < .7, eviction=r.choice(["lru", "fifo", "none"]), reveal=reveal, follow=r.random() < .7)
+            cache=r.random() < .7, eviction=r.choice(["lru", "fifo", "none"]), reveal=reveal, follow=r.random() < .7, desk=LateDesk())
         self.in_flight, self.now = r.choice([1, 2, 3]), 0.0
         self.tickets: deque[Any] = deque()
         self.want: dict[int, list[int]] = {}
@@ -69,12 +101,13 @@ class World:
         p = SamplingParams(temperature=r.choice([0.0, 1.0]), max_tokens=r.choice([0, 1, 5, 9, 40, 1000]), stop_ids=stops, eos_ids=stops[:1], min_tokens=r.choice([0, 0, 6]),
             logprobs=r.choice([-1, -1, 3]), prompt_logprobs=r.choice([-1, -1, 2]), seed=1)
         group = [replace(p, child=c) for c in range(r.choice([1, 1, 1, 2, 5]))]
+        masked = r.random() < .3
         seq_ids = list(range(self.next_id, self.next_id + len(group)))
         self.next_id += len(group)
         self.s.add_group(seq_ids, np.array(ids), group, key=r.choice([b"", b"", b"", b"x"]), priority=r.choice([0, 0, 0, 1]), arrival=self.now, defer_register=r.random() < .3,
-            deadline=self.now + r.randrange(1, 200) if r.random() < .05 else None)
+            deadline=self.now + r.randrange(1, 200) if r.random() < .05 else None, matchers=[Turns()] * len(group) if masked else None)
         for i, q in zip(seq_ids, group):
-            self.want[i], self.got[i], self.params[i], self.texts[i] = scripted_text(ids, q, MAX_LEN, VOCAB), [], q, list(ids)
+            self.want[i], self.got[i], self.params[i], self.texts[i] = masked_text(ids, q, MAX_LEN) if masked else scripted_text(ids, q, MAX_LEN, VOCAB), [], q, list(ids)
         if p.prompt_logprobs >= 0: self.scores[seq_ids[0]] = len(ids)
 
     def take(self, deltas: list[SeqDelta]) -> None:
@@ -101,7 +134,7 @@ class World:
     def launch(self) -> None:
         if len(self.tickets) >= self.in_flight: return
         if (plan := self.s.plan(self.now)) is None:
-            assert self.tickets or self.s._deltas or not self.s.has_work, "stuck"
+            assert self.tickets or self.s._deltas or self.s.asked or not self.s.has_work, "stuck"
             return
         if self.rng.random() < .002:
             return self.take(self.s.fail(plan, "injected"))
@@ -109,6 +142,7 @@ class World:
 
     def harvest(self) -> None:
         self.now += 1
+        if (late := self.s.desk.late) and self.rng.random() < .7: self.s.desk.make(self.rng.randrange(len(late)))
         if not self.tickets: return self.take(self.s.drain_deltas())
         h = self.tickets[0].harvest()
         if h.done: self.tickets.popleft()
@@ -137,7 +171,7 @@ class World:
         for _ in range(100_000):
             if not self.s.has_work and not self.tickets: break
             self.launch(); self.harvest(); self.s.pool.check()
-        assert set(self.ends) == set(self.want) and not self.scores
+        assert set(self.ends) == set(self.want) and not self.scores and not self.s.asked and not self.s.n_masked
         idle(self.s)
 
 @settings(max_examples=25)
@@ -226,7 +260,7 @@ def test_B13_whole_prompt_cached():
 
 def test_B17_random_events_on_64_blocks():
     w = World(random.Random(17))
-    w.s, w.dev = make(64, 4, rows=8, K=4, budget=32)
+    w.s, w.dev = make(64, 4, rows=8, K=4, budget=32, desk=LateDesk())
     w.watch()
     w.n_blocks = 64
     for _ in range(1000): w.act()
