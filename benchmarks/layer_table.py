@@ -1,6 +1,6 @@
 """Microseconds of one captured decode step with five launches a layer, beside the eight of `FusedProgram`; logits checked first. Needs CUDA.
 
-    PYTHONPATH=. python3 benchmarks/layer_table.py [--models esme-214m ...] [--batches 1 8 64] [--tune] [--out FILE]
+    PYTHONPATH=. python3 benchmarks/layer_table.py [--models esme-214m ...] [--batches 1 8 64] [--tune 1 8] [--parts] [--out FILE]
 
 `--tune` tries other launches of each product, one kind after the other, on the whole step, and keeps the best."""
 import argparse
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import triton
 import kernel_table as T
+from llminfer import layers as L
 from kernel_table import SHAPES, World, distance, full_step, time_step
 from llminfer.kernels import FusedProgram
 from llminfer.layers import LayerProgram, PartShape, RowShape, TileShape, tile_shape
@@ -39,6 +40,37 @@ def candidates(kind, B, K, rows, E):
     return [TileShape(BM, n, k, s, w) for n, k, s, w in TILES[kind] if k <= K]
 
 
+class Without:
+    "Leaves one part of a layer out: its launches do nothing and its result stays what it was."
+    def __init__(self, part): self.part = part
+
+    def __enter__(self):
+        self.old = {n: getattr(L, n) for n in ("row_product", "tile_product", "attend", "attend_parts")}
+        if self.part == "attend":
+            out = {}
+            L.attend = lambda att, i, q, *a, **k: out.setdefault(0, q.new_zeros(q.shape[0], att.n_heads * att.kv.head_dim))
+            L.attend_parts = lambda *a, **k: None
+            return
+        last = {}
+        def tile(call, kind, *a, **k):
+            if kind != self.part or k.get("norm") is not None and kind not in last:      # the first sums of squares are needed
+                last[kind] = self.old["tile_product"](call, kind, *a, **k)
+            return last[kind]
+        L.row_product = lambda call, kind, x, linear, out, *a, **k: out if kind == self.part else self.old["row_product"](call, kind, x, linear, out, *a, **k)
+        L.tile_product = tile
+
+    def __exit__(self, *exc):
+        for n, f in self.old.items(): setattr(L, n, f)
+
+
+def parts_of(layers, step, w, us):
+    "Microseconds a layer that the step loses without each part."
+    n, each = layers.model.config.n_layers, {}
+    for part in ("qkv", "attend", "o", "gate_up", "down"):
+        with Without(part): each[part] = (us - time_step(step, w, 6)) / n
+    return each
+
+
 def tune(program, w, step, best, deadline):
     "Coordinate descent over the kinds."
     chosen, c = {}, program.model.config
@@ -57,7 +89,7 @@ def tune(program, w, step, best, deadline):
 
 
 @torch.inference_mode()
-def measure(name, model, exact, B, context, tuned, deadline):
+def measure(name, model, exact, B, context, tuned, parts, deadline):
     w = World(model, B, context)
     fused, layers = FusedProgram(model, w.attention), LayerProgram(model, w.attention)
     layers.most_tiles = 256
@@ -75,6 +107,7 @@ def measure(name, model, exact, B, context, tuned, deadline):
     layers.pdl = True
     same = w.logits(layers, distinct=True)
     row["repeats_equal"] = all(torch.equal(same, w.logits(layers, distinct=True)) for _ in range(20))
+    if parts: row["us_layer_by_part"] = {k: round(v, 2) for k, v in parts_of(layers, step, w, row["us"]).items()}
     print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     if tuned:
         chosen, row["us_tuned"] = tune(layers, w, step, row["us"], deadline)
@@ -90,6 +123,7 @@ def main():
     ap.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     ap.add_argument("--context", type=int, default=320)
     ap.add_argument("--tune", nargs="*", type=int, default=[], help="batches")
+    ap.add_argument("--parts", action="store_true", help="what the step loses without each part")
     ap.add_argument("--seconds", type=int, default=200)
     ap.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "layers_h200.json"))
     a = ap.parse_args()
@@ -98,7 +132,7 @@ def main():
         models = T.build(name)
         for B in a.batches:
             if time.time() > deadline: break
-            try: rows.append(measure(name, *models, B, a.context, B in a.tune, deadline))
+            try: rows.append(measure(name, *models, B, a.context, B in a.tune, a.parts, deadline))
             except Exception as e: print("FAILED", name, B, type(e).__name__, str(e)[:2000], flush=True)
         del models
     env = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__}
