@@ -23,7 +23,7 @@ class QuantMode(str, Enum):
     NONE = "none"; INT8 = "int8"; NF4 = "nf4"; FP4 = "fp4"
 
 class Backend(str, Enum):
-    AUTO = "auto"; PAGED = "paged"; EAGER = "eager"; COMPILED = "compiled"; VLLM = "vllm"
+    AUTO = "auto"; PAGED = "paged"; EAGER = "eager"; COMPILED = "compiled"; VLLM = "vllm"; UPSTREAM = "upstream"
 
 class CacheEviction(str, Enum):
     NONE = "none"; FIFO = "fifo"; LRU = "lru"
@@ -116,11 +116,16 @@ class EngineConfig(EngineSettings):
     seed: int | None = None                   # seed of the seeds of unseeded requests; None: from the system
     trace: bool = False                       # keep an event log
     num_threads: int | None = None            # torch threads on a CPU; None: leave as it is
+    tokenizer: str | None = None              # a folder, a .gguf file or a hub id; None: the model's own
+    chat_template: str | None = None          # a file, or the template's text; None: the model's own
+    attention_backend: str = "auto"           # auto, triton, flashinfer or torch: decode attention on a GPU
+    upstream_url: str | None = None           # of an OpenAI-compatible server, for the upstream backend
+    upstream_api_key: str | None = field(default=None, repr=False)
     kernels: str = "auto"                     # auto, torch (every operation by torch, as below compute capability 8.0) or triton
 
     def __post_init__(self):
         self.backend = _as_enum(Backend, self.backend)
-        for name in ("model_name", "hf_cache_dir", "assistant_model_name"):
+        for name in ("model_name", "hf_cache_dir", "assistant_model_name", "tokenizer", "chat_template"):
             if isinstance(v := getattr(self, name), os.PathLike): setattr(self, name, os.fspath(v))
 
     def validate(self) -> EngineConfig:
@@ -196,7 +201,7 @@ CACHE_RULES: dict[str, Rule] = {
     "enable_paged_kv": _BOOL, "page_size_tokens": _int(1, 65536), "gpu_memory_fraction": _num(0, 1),
     "num_blocks": _or_none(_int(2, _MAX), "as many as memory allows"), "cpu_kv_bytes": _int(1, 2**63 - 1)}
 
-# %% ../nbs/00_config.ipynb #3682954b
+# %% ../nbs/00_config.ipynb #26923a92
 ENGINE_RULES: dict[str, Rule] = {
     "model_name": _text("demo, a folder, a .gguf file or a hub id"), "backend": _enum(Backend),
     "quant": _a(QuantConfig), "cache": _a(CacheConfig),
@@ -221,13 +226,18 @@ ENGINE_RULES: dict[str, Rule] = {
     "max_in_flight": _or_none(_int(1, 2), "1 on a CPU and 2 on a GPU"),
     "seed": _or_none(_int(-2**63, 2**64 - 1), "a seed from the system"),
     "trace": _BOOL, "num_threads": _or_none(_int(1, 4096), "torch's own number"),
-    "kernels": _choice("auto", "torch", "triton")}
+    "kernels": _choice("auto", "torch", "triton"),
+    "tokenizer": _or_none(_text("a folder, a .gguf file or a hub id"), "the model's own"),
+    "chat_template": _or_none(_text("a file or a template"), "the model's own"),
+    "attention_backend": _choice("auto", "triton", "flashinfer", "torch"),
+    "upstream_url": _or_none(_text("the address of a server, such as http://127.0.0.1:8000/v1"), "no server"),
+    "upstream_api_key": _or_none(_text("a text"), "no key")}
 
 # %% ../nbs/00_config.ipynb #d79ef41f
 def _check(obj: Any, rules: dict[str, Rule], prefix: str = "") -> None:
     for name, (ok, what) in rules.items():
         v = getattr(obj, name)
-        shown = "a value that is not shown" if name == "hf_token" else short_repr(v)
+        shown = "a value that is not shown" if name in ("hf_token", "upstream_api_key") else short_repr(v)
         if not ok(v): raise ConfigError(f"{prefix}{name} must be {what}; got {shown}")
         setattr(obj, name, plain(v))
 

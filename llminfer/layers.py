@@ -135,6 +135,7 @@ def part_shape(B: int, H: int, E: int) -> PartShape:
     "The launch for B rows."
     return PartShape(8 if B * H <= 12 else 4, 64, 8)
 
+# %% ../nbs/15a_layers.ipynb #f66e8c09
 @dataclass
 class RowCall:
     "What is common to the launches of a step for a few rows."
@@ -227,6 +228,7 @@ def parts_kernel(qkv, weight, k_pool, v_pool, part, stat, table, rows, positions
         tl.store(v_pool + cell, value, mask=first)
     leave_part(part, stat, m, l, acc, (b * H + h) * S + s, E, EP)
 
+# %% ../nbs/15a_layers.ipynb #ff17670d
 @jit
 def leave_part(part, stat, m, l, acc, cell, E: constexpr, EP: constexpr):
     "Put the lanes together and leave the part."

@@ -48,6 +48,8 @@ def test_an_object_is_never_a_value(name): assert refused(**{name: object()}) ==
     ("bad_words", [None, ["a"]], ["a", [1]]), ("force_words", [None, ["a"]], ["a", [1]]),
     ("prompt", ["x", "a" * 10, "\U0001f600"], ["", None, 5, ["a"], "\ud83d", b"x"]),
     ("prefix_key", [None, "", "k"], [1, b"k"]), ("adapter", [None, "a"], [1]), ("request_id", ["a"], ["", None, 5]),
+    ("structured_outputs", [None, {"regex": "a"}, {"json": {}, "any_whitespace": True}, {"choice": ["a"], "backend": "xgrammar"}, {"json_object": True}],
+        [{}, {"json": {}, "regex": "a"}, {"jsn": {}}, {"regex": "a", "strict": 1}, {"regex": "a", "backend": "x"}, {"regex": "a", "any_whitespace": 1}, "json", ["json"], {"backend": "auto"}]),
     ("ignore_eos", [True, False], [0, "yes", None]), ("prefix_allowed_tokens_fn", [None, lambda i, ids: [1]], [5, "f"]),
 ])
 def test_ranges_of_a_request(name, good, bad):
@@ -90,7 +92,7 @@ def test_good_settings_pass(good):
     assert cfg.validate() is cfg
 
 @pytest.mark.parametrize("bad, message", [
-    (dict(backend="page"), "backend must be one of auto, paged, eager, compiled, vllm; got 'page'"), (dict(device="gpu"), "device must be auto, cpu, cuda or cuda:N; got 'gpu'"),
+    (dict(backend="page"), "backend must be one of auto, paged, eager, compiled, vllm, upstream; got 'page'"), (dict(device="gpu"), "device must be auto, cpu, cuda or cuda:N; got 'gpu'"),
     (dict(device="cuda:"), "device must be"), (dict(device="cuda:-1"), "device must be"), (dict(device="cpu\n"), "device must be"),
     (dict(dtype="int8"), "dtype must be one of auto, float32, float16, bfloat16, float64; got 'int8'"), (dict(gpu_memory_utilization=0), "gpu_memory_utilization must be a number above 0"),
     (dict(max_in_flight=3), "max_in_flight must be an integer from 1 to 2"), (dict(cache={"page_size_tokens": 3}), "cache must be a CacheConfig"), (dict(model_name="  "), "model_name must be"),

@@ -92,6 +92,15 @@ def test_quarto_file_is_at_the_top():
 
 def test_readme_and_index_are_current(): assert not readme.stale(), "run make readme"
 
+def test_reading_order_names_every_notebook_once_and_keeps_its_promises():
+    table = readme.floor_table()
+    for stem in readme.by_floor(): assert sum(f"[{stem}]({stem}.ipynb) |" in row or f"[{stem}]({stem}.ipynb)** |" in row for row in table.splitlines()) == 1, stem
+    assert readme.section((0, "")) == readme.SECTIONS[0][1] and readme.section((28, "")) == readme.SECTIONS[-1][1]
+    hour, day, _ = (stems for _, _, stems in readme.PATHS)
+    assert hour and day and {*hour, *day} <= readme.by_floor().keys() and hour == sorted(hour) and day == sorted(day)
+    assert 40 <= readme.path_minutes(hour) <= 75 and readme.path_minutes(day) <= 6 * 60
+    assert readme.seconds().keys() <= {p.stem for p in house.notebooks()} and max(readme.seconds().values()) < 60
+
 def test_every_make_target_is_in_the_help_and_ci_calls_make_test():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.search(r"^\.PHONY: (.+)$", makefile, re.M)[1].split()) - {"help"}  # type: ignore[index]

@@ -438,6 +438,10 @@ def test_drawings():
     text = draw_text(pool, {1: "chat <1>"}, width=20)
     assert text.splitlines()[1] == "     0 #==ABB~............." and "chat <1>: 1-3" in text and "(20 more blocks, free)" in text
     assert pool_svg(pool).count("<rect") == 40 and pool._repr_html_().startswith("<svg") and "first 8 drawn" in pool_svg(pool, max_blocks=8)
+    table = pool.table(2)
+    assert (picture := table._repr_html_()) == block_table_svg(pool, [2]) and picture.count("<rect") == len(table)
+    table.append(9)
+    assert table._repr_html_() is None                       # a changed copy is nobody's table
     svg = block_table_svg(pool, [2], {2: "<b>"})
     assert svg.count("<rect") == 4 and "&lt;b&gt;" in svg
     assert draw_tree(pool).splitlines() == ["[1-2] [0, 1, 2, 3].. 8 tokens, held by 2", "    [4] [8, 9, 10, 11].. 4 tokens, held by 1"]

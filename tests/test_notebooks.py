@@ -64,7 +64,7 @@ def test_outputs_hold_no_addresses_and_no_widgets():
                 assert "widget-view" not in text, f"{name(nb)} #{c['id']} stores a widget"
 
 def test_links_between_notebooks_lead_somewhere():
-    links = [(name(nb), link) for nb in NBS for c in cells(nb) if c["cell_type"] == "markdown" for link in re.findall(r"\]\(([\w./-]+\.ipynb)", source(c))]
+    links = [(name(nb), link) for nb in NBS for c in cells(nb) if c["cell_type"] == "markdown" for link in re.findall(r"\]\(([\w./-]+\.(?:ipynb|html))", source(c))]
     broken = [f"{nb}: {link}" for nb, link in links if not (ROOT / "nbs" / nb).parent.joinpath(link).exists()]
     assert not broken, "\n".join(broken)
 

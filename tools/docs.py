@@ -1,21 +1,36 @@
-"""Build the site into _docs: with quarto where it is installed, else with nbdev's own processing and smalldocs. Prints which."""
+"""Build the site into _docs: nbdev processes the notebooks; quarto renders them where it is installed, else smalldocs. Prints which."""
 from __future__ import annotations
 import os, re, shutil, subprocess
 from pathlib import Path
+from typing import Any
 from house import ROOT, settings
+from readme import SECTIONS, by_floor, floor_of, section
 
-def with_smalldocs() -> Path:
-    "Process the notebooks as nbdev does for quarto, name pages as it does, render with smalldocs; returns the site's folder."
-    from nbdev.config import get_config, nbpath2html
+def processed() -> Path:
+    "The notebooks as nbdev makes them ready for a renderer, with our sidebar; returns their folder."
+    from nbdev.config import get_config
     from nbdev.doclinks import _build_modidx
-    from nbdev.quarto import nbdev_sidebar, refresh_quarto_yml
+    from nbdev.quarto import refresh_quarto_yml
     from nbdev.serve import proc_nbs
     os.chdir(ROOT)
-    cfg = get_config()
     refresh_quarto_yml()
     _build_modidx()
-    nbdev_sidebar.__wrapped__(path=cfg.nbs_path)
-    cache = proc_nbs(n_workers=2, force=True)
+    (get_config().nbs_path / "sidebar.yml").write_text(sidebar_yml(), encoding="utf-8")
+    show_unknown_annotations()
+    return proc_nbs(n_workers=0, force=True)      # in this process: torch is imported once, and the next function holds
+
+def show_unknown_annotations() -> None:
+    "A signature that names what a later cell defines, or another module's fields, is shown as it is written; nbdev would stop."
+    import fastcore.docments as d
+    from inspect import Signature, signature
+    def written(sym: Any, **kw: Any) -> Signature:
+        try: return signature(sym, **kw)
+        except NameError: return signature(sym, **kw | {"eval_str": False})
+    d.signature = written
+
+def with_smalldocs(cache: Path) -> None:
+    "Name pages as nbdev does, take out what only quarto knows, render."
+    from nbdev.config import nbpath2html
     names = {}
     for p in sorted(cache.rglob("*.ipynb")):
         page = nbpath2html(p).with_suffix(".ipynb")
@@ -26,7 +41,14 @@ def with_smalldocs() -> Path:
     sidebar.write_text(text, encoding="utf-8")
     strip(cache, names)
     subprocess.run(["smalldocs", "render", "--strict", str(cache)], check=True)
-    return cache / settings()["doc_path"]
+
+def sidebar_yml() -> str:
+    "The book's sections, as the reading order has them; without them sixty pages stand in one long list."
+    out = ["website:", "  sidebar:", "    contents:", "      - index.ipynb"]
+    for _, title, _ in SECTIONS:
+        pages = [p.name for s, p in by_floor().items() if section(floor_of(s)) == title]
+        if pages: out += [f'      - section: "{title}"', "        contents:", *(f"          - {p}" for p in pages)]
+    return "\n".join(out) + "\n"
 
 def strip(cache: Path, names: dict[str, str]) -> None:
     "Remove what only quarto knows, and source links (there is no public address); links between notebooks follow the new names."
@@ -36,19 +58,18 @@ def strip(cache: Path, names: dict[str, str]) -> None:
     for p in cache.rglob("*.ipynb"):
         t = re.sub(r"output-file: [^\\]*\\n", "", p.read_text(encoding="utf-8"), count=1)
         t = re.sub(r"\[source\]\(/blob/[^)]*\)(\{[^}]*\})?", "", t)
+        t = re.sub(r"\[([^\[\]\n]+)\]\(\.\./[^)\s]+\.md\)", r"\1", t)   # inherited docstrings link to other projects' pages
         for a, b in names.items(): t = t.replace(f"]({a})", f"]({b})")
         p.write_text(t, encoding="utf-8")
 
 def main() -> None:
-    if shutil.which("quarto"):
-        print("docs: quarto")
-        subprocess.run(["nbdev-docs"], cwd=ROOT, check=True)
-        return
-    print("docs: quarto is not installed, so smalldocs")
-    out = ROOT / settings()["doc_path"]
-    built = with_smalldocs()
+    quarto = shutil.which("quarto")
+    print("docs: quarto" if quarto else "docs: quarto is not installed, so smalldocs")
+    out, cache = ROOT / settings()["doc_path"], processed()
+    if quarto: subprocess.run([quarto, "render", "--no-cache"], cwd=cache, check=True)
+    else: with_smalldocs(cache)
     shutil.rmtree(out, ignore_errors=True)
-    shutil.move(str(built), str(out))
+    shutil.move(cache / out.name, out)
     print("docs: written to", out)
 
 if __name__ == "__main__": main()
