@@ -382,6 +382,7 @@ def end(p: LayerProgram, x: Tensor, h: Tensor) -> Tensor: # h
     last_norm_kernel[(T,)](x, p.model.norm, h, p.model.config.norm_eps, D=D, BLOCK=pow2(D), num_warps=4)
     return h
 
+# %% ../nbs/15a_layers.ipynb #39094ec4
 def rows_step(p: LayerProgram, ids: Tensor, at: Places) -> Tensor: # [B, D], after the final norm
     "All layers for a few rows."
     m, c, B = p.model, p.model.config, ids.shape[0]
@@ -399,6 +400,7 @@ def rows_step(p: LayerProgram, ids: Tensor, at: Places) -> Tensor: # [B, D], aft
         row_product(call, "down", f, layer.down, x)
     return end(p, x, h)
 
+# %% ../nbs/15a_layers.ipynb #5a614035
 def tiles_step(p: LayerProgram, ids: Tensor, at: Places) -> Tensor: # [T, D], after the final norm
     "All layers for tiles of rows; with a program a head for most of a GPU, attention needs no splits."
     m, c, T = p.model, p.model.config, ids.shape[0]
