@@ -10,12 +10,13 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 CODE := llminfer tests $(wildcard tools examples benchmarks)
 
-.PHONY: help demo test check clients parity readme docs lab clean
+.PHONY: help demo test check clients reproduce parity readme docs lab clean
 help:
 	@echo "make demo    answer a question with the demo model (installs the base packages once)"
 	@echo "make test    all tests, notebooks included (installs the dev packages once)"
 	@echo "make check   ruff and mypy over library and tests"
 	@echo "make clients heavy OpenAI clients against the server, in .venv-clients"
+	@echo "make reproduce  every number of the pages checked against the records, the registered comparisons judged (no GPU)"
 	@echo "make parity  the long comparison with transformers (about 12 minutes, resumable)"
 	@echo "make readme  README.md from nbs/index.ipynb"
 	@echo "make docs    the site, into _docs"
@@ -59,6 +60,9 @@ check: .venv/.dev
 
 clients: .venv/.dev .venv-clients/.ready
 	python tests/clients/run.py
+
+reproduce: .venv/.dev
+	python tools/reproduce.py
 
 parity: .venv/.dev .venv/.model
 	python benchmarks/parity.py

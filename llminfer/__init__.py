@@ -3,9 +3,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .benchmark import Benchmarker, BenchmarkResult
     from .config import CacheConfig, EngineConfig, QuantConfig
     from .engine import InferenceEngine
     from .request import GenerationRequest, GenerationResult
+    from .serving import ContinuousBatchScheduler
 
 __version__ = "0.1.0"
 
@@ -14,9 +16,11 @@ _HOMES = {
     "InferenceEngine": "engine",
     "EngineConfig": "config", "QuantConfig": "config", "CacheConfig": "config",
     "GenerationRequest": "request", "GenerationResult": "request",
+    "Benchmarker": "benchmark", "BenchmarkResult": "benchmark", "ContinuousBatchScheduler": "serving",
 }
 
-__all__ = ["CacheConfig", "EngineConfig", "GenerationRequest", "GenerationResult", "InferenceEngine", "QuantConfig"]
+__all__ = ["BenchmarkResult", "Benchmarker", "CacheConfig", "ContinuousBatchScheduler", "EngineConfig", "GenerationRequest",
+           "GenerationResult", "InferenceEngine", "QuantConfig"]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES: raise AttributeError(f"module 'llminfer' has no attribute {name!r}")
