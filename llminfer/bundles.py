@@ -18,10 +18,10 @@ from .model import EMBED, HEAD, NORM, ModelConfig, ModelError, tensor_shapes
 
 # %% auto #0
 __all__ = ['FORMAT', 'FILES', 'CONFIG_KEYS', 'LEGACY', 'ROOTS', 'PARTS', 'ROLES', 'PLAIN_CHAT', 'PRESETS', 'FIXED', 'SPECIALS',
-           'LETTERS', 'is_bundle', 'file_sha256', 'check_files', 'check_config', 'to_hf_config', 'model_config',
-           'bundle_names', 'read_payload', 'bundle_tensors', 'role_template', 'chat_forms', 'Bundle', 'open_bundle',
-           'token_text', 'synthetic_tensors', 'bundle_tokenizer', 'bundle_manifest', 'write_bundle', 'make_bundle',
-           'bundle_to_hf']
+           'LETTERS', 'is_bundle', 'file_sha256', 'check_files', 'table', 'check_fixed', 'check_config', 'to_hf_config',
+           'model_config', 'bundle_names', 'read_payload', 'bundle_tensors', 'role_template', 'chat_forms', 'Bundle',
+           'BundleTexts', 'open_texts', 'open_bundle', 'token_text', 'synthetic_tensors', 'bundle_tokenizer',
+           'bundle_manifest', 'write_bundle', 'make_bundle', 'bundle_to_hf']
 
 # %% ../nbs/04c_bundles.ipynb #fae33c3f
 FORMAT = "llm_pretrain_dense_v1"
@@ -39,9 +39,9 @@ def file_sha256(path: Path) -> str:
     for i in range(0, len(data), 1 << 24): digest.update(data[i:i + (1 << 24)].data)
     return digest.hexdigest()
 
-def check_files(folder: Path, files: Any) -> dict[str, Path]:
-    "The paths of a bundle's files after their sha256 were compared with the manifest's `files`."
-    at, out = f"{folder / 'manifest.json'}: files", {}
+def check_files(folder: Path, files: Any, needed: Iterable[str] = FILES) -> dict[str, Path]:
+    "The paths of a bundle's files, of which the needed ones are there and have the sha256 of the manifest's `files`."
+    at, out, seen = f"{folder / 'manifest.json'}: files", {}, dict[PurePosixPath, str]()
     if not isinstance(files, dict) or set(files) != set(FILES):
         raise LoadError(f"{at} must name {', '.join(FILES)}, got {short_repr(files)}")
     for key, entry in files.items():
@@ -51,12 +51,27 @@ def check_files(folder: Path, files: Any) -> dict[str, Path]:
         p = PurePosixPath(name)
         if p.is_absolute() or ".." in p.parts or not p.parts or "\\" in name:
             raise LoadError(f"{at}.{key}: path {short_repr(name)} leaves the bundle")
+        if p in seen: raise LoadError(f"{at}.{key} and {at}.{seen[p]} name one file, {short_repr(name)}: damaged manifest")
+        seen[p] = key
         out[key] = folder / name
+        if key not in needed: continue
         if not out[key].is_file():
             raise LoadError(f"{out[key]}: {'not a file' if out[key].exists() else 'missing'}, but {at}.{key} names it")
         if (got := file_sha256(out[key])) != want:
             raise LoadError(f"{out[key]}: its sha256 is {got[:12]}..., the manifest says {want[:12]}...: damaged, or of another bundle")
     return out
+
+# %% ../nbs/04c_bundles.ipynb #71b30b85
+def table(d: Mapping[str, Any], key: str) -> dict[str, Any]:
+    "An inner object; an empty one if there is none."
+    return v if isinstance(v := d.get(key), dict) else {}
+
+def check_fixed(at: Path, d: Mapping[str, Any], inner: str | None = None, **fixed: Any) -> None:
+    "Refuse a key (of an inner object) that has another value than the one supported; 1.0 and true are not 1."
+    for key, want in fixed.items():
+        v = (d if inner is None else table(d, inner)).get(key, want)
+        if type(v) is type(want) and v == want: continue
+        raise LoadError(f"{at}: {'' if inner is None else inner + '.'}{key} is {short_repr(v)}, supported: {want!r}")
 
 # %% ../nbs/04c_bundles.ipynb #520ed7de
 CONFIG_KEYS: dict[str, type] = dict(name=str, vocab_size=int, context_length=int, embedding_dim=int, layers=int, heads=int,
@@ -121,8 +136,8 @@ def read_payload(path: Path) -> dict[str, Any]:
     except Exception as e:
         raise LoadError(f"{path}: not a weights file of plain tensors only ({type(e).__name__}): damaged, or not from a bundle") from None
     if not isinstance(payload, dict) or not isinstance(payload.get("state_dict"), dict): raise LoadError(f"{path}: no state_dict in it")
-    for key, want in (("format_version", 1), ("format", FORMAT), ("key_format", FORMAT)):
-        if payload.get(key, want) != want: raise LoadError(f"{path}: {key} is {short_repr(payload[key])}, supported: {want!r}")
+    check_fixed(path, payload, format_version=1, format=FORMAT, key_format=FORMAT)
+    check_fixed(path, payload, "metadata", key_format=FORMAT)
     return payload
 
 # %% ../nbs/04c_bundles.ipynb #a03ccbd4
@@ -136,8 +151,9 @@ def bundle_tensors(path: Path, state: Mapping[str, Any], config: ModelConfig) ->
         t = state.get(name)
         if t is None and new == HEAD and config.tie_embeddings: continue
         if t is None: raise LoadError(f"{path}: tensor {name} is missing")
-        if not isinstance(t, torch.Tensor) or t.dtype not in formats or t.layout != torch.strided:
-            raise LoadError(f"{path}: {name} must be a dense floating-point tensor, got {getattr(t, 'dtype', type(t).__name__)}")
+        if not isinstance(t, torch.Tensor) or t.dtype not in formats or t.layout != torch.strided or t.is_meta:
+            got = "one without data (meta)" if getattr(t, "is_meta", False) else getattr(t, "dtype", type(t).__name__)
+            raise LoadError(f"{path}: {name} must be a dense floating-point tensor, got {got}")
         if tuple(t.shape) != shapes[new]:
             raise LoadError(f"{path}: tensor {name} has shape {list(t.shape)}, the config needs {list(shapes[new])}")
         raw = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -200,50 +216,71 @@ class Bundle:
     chat_templates: dict[str, str]  # form -> jinja; the default first
     manifest: dict[str, Any]
 
-def open_bundle(path: str | Path) -> Bundle:
-    "Verify and read a bundle; `LoadError` names the file at fault."
+@dataclass(frozen=True)
+class BundleTexts:
+    "What a bundle says about text; its weights need not be there."
+    tokenizer: Path
+    eos_token_ids: tuple[int, ...]
+    chat_templates: dict[str, str]
+
+def open_texts(
+    path: str | Path,                 # a bundle
+    needed: Iterable[str] = ("config", "tokenizer"),  # files to verify
+) -> tuple[BundleTexts, dict[str, Any], dict[str, Any], dict[str, Path]]:   # and the manifest, config.json as it is, all paths
+    "Verify and read the manifest, the config and the tokenizer of a bundle."
     path = Path(path)
     file = path / "manifest.json"
     m = read_json(file, twins=False)
-    paths = _check_manifest(path, m)
+    paths = _check_manifest(path, m, tuple(needed))
     if paths is None:
-        warnings.warn(f"{file}: no checksums in it (files); the bundle's parts may not belong together", stacklevel=2)
+        warnings.warn(f"{file}: no checksums in it (files); the bundle's parts may not belong together", stacklevel=3)
         paths = {k: path / name for k, name in FILES.items()}
+    given = read_json(paths["config"], twins=False)
+    ends = _end_ids(file, m, check_config(given, str(paths["config"]))["vocab_size"])
+    text = token_text(paths["tokenizer"], ends[0]) if ends else None
+    return BundleTexts(paths["tokenizer"], ends, chat_forms(str(file), m.get("chat_template"), text)), m, given, paths
+
+# %% ../nbs/04c_bundles.ipynb #f7959c75
+def open_bundle(path: str | Path) -> Bundle:
+    "Verify and read a bundle; `LoadError` names the file at fault."
+    path = Path(path)
+    texts, m, given, paths = open_texts(path, FILES)
+    file, c = path / "manifest.json", check_config(given, str(paths["config"]))
     if more := sorted(f.name for f in path.iterdir() if not f.name.startswith(".") and f != file and f not in paths.values()):
         warnings.warn(f"{path}: {more[0]} is not part of a bundle and is ignored", stacklevel=2)
-    c = check_config(given := read_json(paths["config"], twins=False), str(paths["config"]))
     payload = read_payload(paths["weights"])
     for where, other in ((file, m.get("model_config")), (paths["weights"], payload.get("model_config"))):
         if other is not None and other != given: raise LoadError(f"{where}: model_config differs from {paths['config'].name}")
-    ends = _end_ids(file, m, c["vocab_size"])
-    hf = to_hf_config(c, ends)
+    for where, other in ((file, table(m, "llm_infer_config")), (paths["weights"], table(payload, "llm_infer_config"))):
+        for key, want in _llm_infer_config(c).items():
+            if (got := other.get(key, want)) != want and not (key == "num_key_value_heads" and got is None and given["kv_heads"] is None):
+                raise LoadError(f"{where}: llm_infer_config.{key} is {short_repr(got)}, but by {paths['config'].name} it is {want!r}")
+    hf = to_hf_config(c, texts.eos_token_ids)
     config = model_config(hf, str(paths["config"]))
-    text = token_text(paths["tokenizer"], ends[0]) if ends else None
-    return Bundle(path, _model_id(m, path), config, hf, bundle_tensors(paths["weights"], payload["state_dict"], config),
-        paths["tokenizer"], ends,
-                  chat_forms(str(file), m.get("chat_template"), text), m)
+    raw = bundle_tensors(paths["weights"], payload["state_dict"], config)
+    return Bundle(path, _model_id(m, path), config, hf, raw, texts.tokenizer, texts.eos_token_ids, texts.chat_templates, m)
 
-# %% ../nbs/04c_bundles.ipynb #5b79d0da
-def _table(m: Mapping[str, Any], key: str) -> dict[str, Any]:
-    "An inner object of the manifest; an empty one if there is none."
-    return v if isinstance(v := m.get(key), dict) else {}
-
-def _check_manifest(folder: Path, m: Mapping[str, Any]) -> dict[str, Path] | None:
+# %% ../nbs/04c_bundles.ipynb #3e308f37
+def _check_manifest(folder: Path, m: Mapping[str, Any], needed: tuple[str, ...]) -> dict[str, Path] | None:
     "Refuse another format or version; the paths of the verified files, None if the manifest is of the time before checksums."
-    at, inner = folder / "manifest.json", _table(m, "model")
+    at, inner = folder / "manifest.json", table(m, "model")
     tags = [m.get(k) for k in ("format", "bundle_format", "model_format", "architecture")] + [inner.get(k) for k in ("format",
         "architecture")]
     tag = next((t for t in tags if t is not None), None)
     if tag != FORMAT: raise LoadError(f"{at}: format {short_repr(tag)} is not supported; {FORMAT!r} is")
-    for key, want in (("schema_version", 1), ("weights_format", FORMAT)):
-        if m.get(key, want) != want: raise LoadError(f"{at}: {key} is {short_repr(m[key])}, supported: {want!r}")
-    if (t := _table(m, "tokenizer").get("format", "tokenizers-json")) != "tokenizers-json":
-        raise LoadError(f"{at}: tokenizer.format {short_repr(t)} is not supported; 'tokenizers-json' is")
-    return check_files(folder, m["files"]) if m.get("files") is not None else None
+    check_fixed(at, m, schema_version=1, weights_format=FORMAT, model_family="DenseBackbone")
+    check_fixed(at, m, "decoding", default_add_special_tokens=False)
+    check_fixed(at, m, "chat_template", add_special_tokens=False)
+    check_fixed(at, m, "tokenizer", format="tokenizers-json")
+    if m.get("files") is None: return None
+    paths = check_files(folder, m["files"], needed)
+    if (other := table(m, "tokenizer").get("path", (name := m["files"]["tokenizer"]["path"]))) != name:
+        raise LoadError(f"{at}: tokenizer.path is {short_repr(other)}, but files.tokenizer.path is {short_repr(name)}")
+    return paths
 
 def _end_ids(at: Path, m: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     "The ids that end a text: the manifest's, or those of its `decoding`; a base model has none."
-    inner = _table(m, "decoding")
+    inner = table(m, "decoding")
     ids: Any = next((v for v in (m.get("eos_token_ids"), inner.get("eos_token_ids")) if v is not None), [])
     if not isinstance(ids, list) or not all(is_int(i, 0, vocab_size - 1) for i in ids):
         raise LoadError(f"{at}: eos_token_ids must be a list of ids below {vocab_size}, got {short_repr(ids)}")
@@ -251,7 +288,7 @@ def _end_ids(at: Path, m: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]
 
 def _model_id(m: Mapping[str, Any], path: Path) -> str:
     "The first name given: model.id, model.name, model_id, the folder's."
-    inner = _table(m, "model")
+    inner = table(m, "model")
     return next((v for v in (inner.get("id"), inner.get("name"), m.get("model_id")) if isinstance(v, str) and v.strip()),
         path.resolve().name)
 
@@ -359,6 +396,37 @@ def _payload(c: Mapping[str, Any], source: str, tensors: Mapping[str, torch.Tens
         source_checkpoint=source,
         source_checkpoint_sha256=sha256(source.encode()).hexdigest())
 
+# %% ../nbs/04c_bundles.ipynb #afd72119
+def _target(path: str | Path) -> Path:
+    "Where a bundle is made: a new folder or an empty one."
+    try:
+        at = Path(path).expanduser().resolve()
+        if at.exists() and not at.is_dir(): raise LoadError(f"{path}: exists and is not a folder; choose another name")
+        if at.exists() and any(at.iterdir()):
+            raise LoadError(f"{path}: exists and is not an empty folder; choose another name or remove it")
+    except LoadError: raise
+    except (OSError, RuntimeError, ValueError) as e:      # no such user, a loop of links, a NUL
+        raise LoadError(f"{short_repr(str(path))}: cannot be written ({getattr(e, 'strerror', None) or e})") from None
+    return at
+
+def _save(payload: dict[str, Any], file: Path) -> None:
+    "`torch.save`, whose failure is an `OSError` that says why."
+    with open(file, "wb") as f:
+        try: torch.save(payload, f)
+        except RuntimeError as e: raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
+
+def _move(new: Path, at: Path) -> None:
+    "Give a finished folder its name; a folder that is there keeps its identity and gets the files, the manifest last."
+    if not at.exists():
+        os.replace(new, at)
+        return
+    moved = [at / f.name for f in sorted(new.iterdir(), key=lambda f: f.name == "manifest.json")]
+    try:
+        for f in moved: os.replace(new / f.name, f)
+    except BaseException:
+        for f in moved: f.unlink(missing_ok=True)
+        raise
+
 # %% ../nbs/04c_bundles.ipynb #76b94344
 def write_bundle(
     path: str | Path,                      # folder to make; must not exist, or be empty
@@ -370,16 +438,13 @@ def write_bundle(
     source: str = "llminfer",              # where the weights come from
 ) -> Path:
     "Write a chat bundle, whole or not at all."
-    path = Path(path).expanduser()
-    c, at = check_config(config, "config"), path.resolve()
+    c, at = check_config(config, "config"), _target(path)
     try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise LoadError(f"{path}: exists and is not an empty folder; choose another name or remove it")
         at.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=at.parent, prefix=f".{at.name}.") as tmp:
+        with tempfile.TemporaryDirectory(dir=at if at.exists() else at.parent, prefix=f".{at.name}.") as tmp:
             new = Path(tmp) / "bundle"
             new.mkdir()
-            torch.save(_payload(c, source, tensors), new / FILES["weights"])
+            _save(_payload(c, source, tensors), new / FILES["weights"])
             name = f"Esme-{c['name']}-Chat"
             model = dict(dict(id=name.lower(), name=name, stage="dpo") if model is None else model)
             readme = f"# {model['name']}\n\nA bundle in the format `{FORMAT}`, made by {source}.\n"
@@ -387,10 +452,9 @@ def write_bundle(
                 "utf-8")
             hashes = {k: file_sha256(new / f) for k, f in FILES.items()}
             (new / "manifest.json").write_text(_json(bundle_manifest(c, model, source, list(eos_token_ids), hashes)), "utf-8")
-            if path.exists(): path.rmdir()
-            os.replace(new, at)
+            _move(new, at)
     except OSError as e: raise LoadError(f"{path}: cannot be written ({e.strerror or e})") from None
-    return path
+    return Path(path).expanduser()
 
 # %% ../nbs/04c_bundles.ipynb #484b38fb
 def make_bundle(
@@ -403,7 +467,7 @@ def make_bundle(
     if preset not in PRESETS: raise LoadError(f"preset {short_repr(preset)} is unknown; known: {', '.join(PRESETS)}")
     if not is_int(seed, 0, 2**63 - 1): raise LoadError(f"seed must be an integer from 0, got {short_repr(seed)}")
     c = check_config(PRESETS[preset] | FIXED | overrides, "config")
-    if Path(path).expanduser().exists() and not Path(path).expanduser().is_dir(): raise LoadError(f"{path}: exists and is not a folder")
+    _target(path)
     tok = bundle_tokenizer(c["vocab_size"])
     config = model_config(to_hf_config(c), "config")
     return write_bundle(path, c, synthetic_tensors(config, int(seed)), tok.to_str(),

@@ -22,10 +22,11 @@ from .cli_bench import BenchCommand, CompareFlags, LoadFlags, ResultFlags, RunFl
 from .cli_trace import trace_command
 
 # %% auto #0
-__all__ = ['GROUPS', 'FLAGS', 'FIELD', 'KINDS', 'TYPES', 'app', 'Prompt', 'Samples', 'COLOURS', 'in_flags', 'given', 'usage',
-           'failure', 'fill_streams', 'drop_output', 'exit_code', 'OneLineGroup', 'main', 'generate', 'token_lines',
-           'put_result', 'run', 'put_chunk', 'stream', 'pull', 'make_bundle', 'Check', 'check_linear', 'probe',
-           'check_attention', 'check_prefix', 'check_environment', 'run_checks', 'put_panel', 'machine', 'info']
+__all__ = ['GROUPS', 'FLAGS', 'FIELD', 'KINDS', 'TYPES', 'NO_ROOM', 'app', 'Prompt', 'Samples', 'COLOURS', 'in_flags', 'given',
+           'usage', 'failure', 'fill_streams', 'drop_output', 'exit_code', 'OneLineGroup', 'main', 'generate',
+           'token_lines', 'put_result', 'run', 'put_chunk', 'stream', 'pull', 'make_bundle', 'Check', 'check_linear',
+           'probe', 'check_attention', 'check_prefix', 'check_environment', 'run_checks', 'put_panel', 'machine',
+           'info']
 
 # %% ../nbs/28_cli.ipynb #8d9be257
 GROUPS = (EngineFlags, GenerateFlags, ChatFlags, ServeFlags, RunFlags, CompareFlags, LoadFlags, ResultFlags)
@@ -67,6 +68,8 @@ def usage(e: Any, args: Sequence[str]) -> str:
     return f"{opts[0]} must be {', '.join(names[:-1])} or {names[-1]}, got {short_repr(got)}"
 
 # %% ../nbs/28_cli.ipynb #78eb8f1b
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)   # what a write to standard output may end with
+
 def failure(e: BaseException, args: Sequence[str] = ()) -> tuple[int, str]:
     "Exit code and one line for an exception: 2 for what the caller can mend, 1 for the rest."
     text = " ".join(str(e).split())
@@ -74,6 +77,7 @@ def failure(e: BaseException, args: Sequence[str] = ()) -> tuple[int, str]:
     ours = isinstance(e, ValueError) and type(e).__module__.startswith("llminfer.")       # ConfigError, RequestError, LoadError, ...
     if ours or isinstance(e, NotImplementedError): return 2, in_flags(text)
     if isinstance(e, OSError) and e.filename is not None: return 2, f"{e.filename}: {e.strerror}"
+    if isinstance(e, OSError) and e.errno in NO_ROOM: return 1, f"output cannot be written: {e.strerror}"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError":
         return 1, f"out of memory: lower --max-num-seqs or --max-model-len, or take a smaller model ({text})"
     return 1, f"{type(e).__name__}: {text}"
@@ -90,7 +94,7 @@ def drop_output() -> str | None:
     try: sys.stdout.flush()
     except OSError as e:
         with suppress(OSError): os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return f"standard output cannot be written: {e.strerror or e}"
+        return f"output cannot be written: {e.strerror or e}"
     return None
 
 # %% ../nbs/28_cli.ipynb #9e964ab4

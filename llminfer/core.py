@@ -150,6 +150,9 @@ class CoreConfig:
     prefix_cache: bool = True
     eviction: str = "lru"
     reveal: int | None = None               # tests: steps a harvest shows at most
+    draft: int = 0                          # most tokens guessed ahead for a row in a step
+    draft_unasked: int = -1                 # the same for requests that do not say; -1: `draft`
+    free_guesses: bool = True               # a step costs what its guesses cost; False: what `draft` costs
     mask_workers: int = 2                   # threads that make masks beside the engine; 0: it makes them itself
 
 def make_core(model: Any, # `Transformer`, or anything with its interface
@@ -158,6 +161,7 @@ def make_core(model: Any, # `Transformer`, or anything with its interface
     clock: Callable[[], float] = time.monotonic, # seconds
     runner: Callable[..., Runner] = TorchRunner, # or one of its kind that captures its steps
     program: Callable[[Any, PagedAttention], Any] = TorchProgram, # how a step is computed, or faster kernels
+    speculate: Callable[..., Any] | None = None, # who guesses tokens ahead, see notebook 16
 ) -> EngineCore:
     "Build pool, scheduler, KV tensors and runner around a model."
     c, trace = model.config, trace or Trace()
@@ -166,9 +170,11 @@ def make_core(model: Any, # `Transformer`, or anything with its interface
     attention = PagedAttention(kv, c.n_heads, windows=c.windows)
     sched = Scheduler(pool, SchedulerConfig(max_num_seqs=cfg.max_num_seqs, max_num_batched_tokens=cfg.max_num_batched_tokens,
         max_model_len=cfg.max_model_len, block_size=cfg.block_size, window_steps=cfg.window_steps, prefill_chunk=cfg.prefill_chunk,
+        draft=cfg.draft if speculate else 0, draft_unasked=cfg.draft_unasked, free_guesses=cfg.free_guesses,
         follow=cfg.follow, vocab_size=c.vocab_size), trace, MaskDesk(c.vocab_size, cfg.mask_workers))
+    guess = {"draft": cfg.draft, "speculate": speculate} if speculate and cfg.draft else {}
     run = runner(model, kv, program(model, attention), max_rows=cfg.max_num_seqs, max_model_len=cfg.max_model_len,
-        window_steps=cfg.window_steps, max_in_flight=cfg.max_in_flight, reveal=cfg.reveal)
+        window_steps=cfg.window_steps, max_in_flight=cfg.max_in_flight, reveal=cfg.reveal, **guess)
     core = EngineCore(sched, run, cfg.max_in_flight, trace, clock)
     if cfg.by_time: core.pace = Pace(cfg.window_steps)
     return core

@@ -50,7 +50,7 @@ def rounded(v: Variant) -> Variant:
     return replace(v, k_cap=power_of_two(v.k_cap)) if v.k_cap else v
 
 # %% ../nbs/14_cuda_graphs.ipynb #e8a9c52e
-Step = Callable[[], None]   # one step over fixed buffers
+Step = Callable[[], Any]    # one step over fixed buffers
 
 class CudaCapture:
     "Record a step into a CUDA graph."
@@ -101,7 +101,7 @@ class StepGraph:
 # %% ../nbs/14_cuda_graphs.ipynb #63200be5
 def prefill_places(r: TorchRunner, b: Buffers, key: GraphKey) -> None:
     "One prefill step over buffers: every prompt token is a place of the batch."
-    st, p = r.state, r.program
+    st, p = r.state, r.program.select(key.variant)
     hidden = p.decode(st, b.ids, b.rows, b.positions, b.act, key.nb)
     if not key.n_samples: return
     logits = p.head(hidden.index_select(0, b.last))
@@ -208,7 +208,7 @@ def prefill_key(r: GraphRunner, plan: Plan) -> GraphKey | None:
     size = fit(plan.n_prefill_tokens, list(r.prefill_sizes))
     if size is None or not r.program.plan_free or any(c.prompt_logprobs >= 0 for c in plan.prefill): return None
     n = sum(len(c.sample_rows) for c in plan.prefill)
-    return GraphKey("prefill", size, rounded(plan.variant), 0, power_of_two(n)) if n else GraphKey("prefill", size, Variant())
+    return GraphKey("prefill", size, replace(rounded(plan.variant), draft=0), 0, power_of_two(n)) if n else GraphKey("prefill", size, Variant(lora=plan.variant.lora))
 
 # %% ../nbs/14_cuda_graphs.ipynb #8d080151
 def replay_window(r: GraphRunner, plan: Plan, t: RunnerTicket, key: GraphKey, g: StepGraph) -> None:
@@ -219,8 +219,7 @@ def replay_window(r: GraphRunner, plan: Plan, t: RunnerTicket, key: GraphKey, g:
     for i in range(plan.K):
         r.before_step(plan.rows, i, key.size)
         g.replay()
-        t.row_sets.append(plan.rows)
-        t.times.append(time.perf_counter())
+        t.note(plan.rows, plan.variant.draft > 0)
     g.uses += plan.K
 
 def replay_prefill(r: GraphRunner, plan: Plan, t: RunnerTicket, key: GraphKey, g: StepGraph) -> None:
@@ -228,9 +227,7 @@ def replay_prefill(r: GraphRunner, plan: Plan, t: RunnerTicket, key: GraphKey, g
     rows = fill_prefill(r, g.buffers, plan, key)
     g.replay()
     g.uses += 1
-    if len(rows):
-        t.row_sets.append(rows)
-        t.times.append(time.perf_counter())
+    if len(rows): t.note(rows)
 
 # %% ../nbs/14_cuda_graphs.ipynb #02d49bd2
 def graph_bytes(

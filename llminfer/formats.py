@@ -252,7 +252,7 @@ def read_text(path: Path) -> str:
     "The text of a small file."
     if not path.is_file():
         raise LoadError(f"{path}: {'not a file' if path.exists() else 'a link that leads nowhere' if is_there(path) else 'missing'}")
-    try: return path.read_text("utf-8")
+    try: return path.read_text("utf-8-sig")
     except OSError as e: raise LoadError(f"{path}: cannot be read ({e.strerror})") from None
     except ValueError as e: raise LoadError(f"{path}: not UTF-8 text ({e})") from None
 

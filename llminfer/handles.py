@@ -73,7 +73,8 @@ def resolve_params(
         min_tokens=min(int(r.min_tokens), max_tokens), max_tokens=max_tokens, eos_ids=eos,
         stop_ids=tuple(dict.fromkeys(eos + check_ids("stop_token_ids", r.stop_token_ids, V))),
         logprobs=-1 if r.logprobs is None else int(r.logprobs), prompt_logprobs=-1 if r.prompt_logprobs is None else int(r.prompt_logprobs),
-        seed=seed - 2**64 if seed >= 2**63 else seed)
+        seed=seed - 2**64 if seed >= 2**63 else seed, draft=-1 if (D := r.speculative_num_assistant_tokens) is None else int(D),
+        draft_threshold=-1.0 if (least := r.speculative_confidence_threshold) is None else float(least))
     check_lists(base, max_model_len)
     return [base if c == 0 else replace(base, child=c) for c in range(r.n)]
 
@@ -103,6 +104,7 @@ class Sample:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     sent: int = 0                       # tokens already given out in chunks
+    guesses: tuple[int, int] = (0, 0)   # tokens guessed ahead, and how many were right
 
 @dataclass
 class RequestHandle:
@@ -124,8 +126,12 @@ class RequestHandle:
     seq_ids: list[int] = field(default_factory=list)      # given by the engine thread
     matchers: list[Matcher] | None = None                 # of each sample: what says which ids may come; None: anything
     deaf: bool = False                  # nobody listens any more
+    lora: int = 0                       # slot of its adapter, 0: none
+    key: bytes = b""                    # of the prefix cache: adapter and salt
+    leave: Callable[[], None] = lambda: None              # gives the adapter back
 
     def __post_init__(self) -> None:
+        self.key = self.key or (self.request.prefix_key or "").encode()
         watched = self.stream or any(() if self.request.stop_sequences is None else self.request.stop_sequences)
         self.samples = [Sample(i, text=new_text(self) if watched else None) for i in range(self.request.n)]
         self.stats.prompt_tokens = len(self.ids)
@@ -157,10 +163,12 @@ def finish(h: RequestHandle, s: Sample, text: str, reason: str, error: str | Non
     if last:
         st, arrival = h.stats, h.request.arrival_time
         st.generated_tokens = sum(len(x.token_ids) for x in h.samples) or st.generated_tokens   # a server may tell the number alone
+        st.draft_tokens, st.accepted_tokens = (sum(x.guesses[i] for x in h.samples) for i in (0, 1))
         st.total_latency_ms = (now - arrival) * 1e3
         st.time_to_first_token_ms = ((h.first_token or now) - arrival) * 1e3
         st.throughput_tokens_per_sec = st.generated_tokens / max(now - arrival, 1e-9)
         st.cache_hit = st.cached_tokens > 0
+        h.leave()
         h.finished.set()
     emit(h, s, "", is_final=True, finish_reason=reason, stats=h.stats if last else None, error=error)
 
@@ -190,6 +198,7 @@ def take_news(h: RequestHandle, s: Sample, d: SeqDelta, new: list[int], now: flo
     "Tokens, log probabilities and counts of a delta."
     if new and h.first_token is None: h.first_token = now
     s.token_ids += new
+    s.guesses = d.drafted, d.accepted
     if d.logprobs: s.logprobs += [token_logprob(h.tokenizer, i, lp) for i, lp in zip(new, d.logprobs)]
     if d.prompt_logprobs: h.prompt_logprobs = [lp and token_logprob(h.tokenizer, i, lp) for i, lp in zip(h.ids, d.prompt_logprobs)]
     h.stats.cached_tokens, h.stats.n_preemptions = max(h.stats.cached_tokens, d.cached_tokens), max(h.stats.n_preemptions, d.n_preemptions)

@@ -64,6 +64,8 @@ class Variant:
     min_tokens: bool = False  # ends are masked until a row is long enough
     logprobs: int = -1        # -1: none; n: the side ring carries the chosen token and the n most likely
     masks: bool = False       # rows with a grammar or a callback
+    lora: bool = False        # some row has an adapter
+    draft: int = 0            # D, most tokens guessed ahead for a row: a step brings it 1 to D + 1 tokens
 
     @property
     def kind(self) -> str:
@@ -93,6 +95,8 @@ class RowInit:
     n_prompt: int             # how many of ids are prompt: penalties and min_tokens tell them apart
     limit: int                # most tokens, prompt included
     live: bool = False        # one-token tail: KV of ids[:-1] is in the pool, ids[-1] is fed by the first decode step
+    lora: int = 0             # slot of its adapter, 0: none
+    draft: int = 0            # most tokens guessed ahead for it in a step
 
 @dataclass
 class TablePatch:
@@ -187,11 +191,12 @@ class Harvest:
     status: np.ndarray                  # int64, RowStatus after the step
     emit: np.ndarray                    # bool: a token was produced
     generation: np.ndarray              # int64
-    logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # chosen [steps, R], top ids and top values [steps, R, n]
-    ranks: np.ndarray | None = None     # [steps, R] 1-based rank of the chosen token
+    logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # chosen [steps, R, D + 1], top ids and values [..., n]
+    ranks: np.ndarray | None = None     # [steps, R, D + 1] 1-based rank of the chosen token
     prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
     # ^ with done only, row -> (chosen [m], rank [m], top ids [m, n], top values [m, n]) of this launch's chunk
     times: np.ndarray | None = None     # [steps] seconds on the device's clock
+    drafted: np.ndarray | None = None   # [steps, R] guesses that were tried; None: no step made any
 
 @dataclass
 class SeqDelta:
@@ -205,6 +210,8 @@ class SeqDelta:
     prompt_logprobs: list[tuple[float, int, np.ndarray, np.ndarray] | None] | None = None  # once, for the whole prompt; first entry None
     cached_tokens: int = 0              # prompt tokens that came from the prefix cache
     n_preemptions: int = 0
+    drafted: int = 0                    # guesses tried so far, and how many of them were right
+    accepted: int = 0
 
 # %% ../nbs/03_interfaces.ipynb #8e3e2699
 class Ticket(Protocol):

@@ -121,8 +121,9 @@ def tally_request(t: Tally, r: RequestRecord) -> None:
 
 def steady_counters(t: Tally, engine: Mapping[str, Any]) -> dict[str, float]:
     "Counters of the engine, which go on where they were when the engine is a new one."
-    now = {"num_preemptions": engine.get("counters", {}).get("preemptions", 0), "prefix_cache_hits": engine.get("prefix_hit_tokens", 0),
-        "prefix_cache_queries": engine.get("prefix_query_tokens", 0)}
+    counters = engine.get("counters", {})
+    now = {"num_preemptions": counters.get("preemptions", 0), "prefix_cache_hits": engine.get("prefix_hit_tokens", 0),
+        "prefix_cache_queries": engine.get("prefix_query_tokens", 0), **{k: counters.get(k, 0) for k in ("masks", "mask_us")}}
     for name, value in now.items():
         base, last = t.seen.get(name, (0.0, 0.0))
         t.seen[name] = (base + last if value < last else base), value
@@ -168,9 +169,9 @@ def counters_and_histograms(tally: Tally, more: Mapping[str, Any], steady: Mappi
         yield f
 
 # %% ../nbs/24b_metrics.ipynb #f155291b
-def own_families(tally: Tally, stats: Mapping[str, Any], labels: dict[str, str]) -> Iterator[Any]:
+def own_families(tally: Tally, stats: Mapping[str, Any], steady: Mapping[str, float], labels: dict[str, str]) -> Iterator[Any]:
     "Metrics that only we have, and those of the HTTP side."
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
     names, values, more = list(labels), list(labels.values()), stats.get("counters", {})
     def family(cls: Any, name: str, what: str, label: Sequence[str], rows: Mapping[Any, float]) -> Any:
         f = cls("llminfer_" + name, what, labels=[*names, *label])
@@ -189,6 +190,9 @@ def own_families(tally: Tally, stats: Mapping[str, Any], labels: dict[str, str])
     for name, key in simple.items(): yield family(CounterMetricFamily, name, OWN_COUNTERS[name], [], {(): more.get(key, 0)})
     yield family(CounterMetricFamily, "expired", OWN_COUNTERS["expired"], ["clock"],
         {(k,): more.get(f"expired_{k}", 0) for k in ("queue", "total")})
+    masks = SummaryMetricFamily("llminfer_grammar_mask_seconds", "making the mask of a token that is bound to a grammar", labels=names)
+    masks.add_metric(values, int(steady.get("masks", 0)), steady.get("mask_us", 0) / 1e6)
+    yield masks
     sums = {k: float(sum(b.counts)) for k, b in tally.http.items()}
     yield family(CounterMetricFamily, "requests", "HTTP requests that have ended", ["endpoint", "stream"], sums)
     yield family(CounterMetricFamily, "errors", "HTTP requests that ended with an error", ["endpoint"],
@@ -257,7 +261,7 @@ class ServerMetrics(Counting):
         with self.tally.lock:
             steady = steady_counters(self.tally, stats.get("engine", {}))
             for prefix in self.prefixes: yield from families(self.tally, stats, steady, prefix, self.labels)
-            yield from own_families(self.tally, stats, self.labels)
+            yield from own_families(self.tally, stats, steady, self.labels)
 
     def render(self, openmetrics: bool = False) -> tuple[bytes, str]:
         "The page, and its content type."

@@ -49,6 +49,8 @@ class SamplingParams:
     prompt_logprobs: int = -1          # the same, for the prompt's own tokens
     seed: int = 0                      # 64-bit; drawn by the engine when the caller gave none
     child: int = 0                     # index among n > 1 samples of one request
+    draft: int = -1                    # most tokens guessed ahead in a step; -1: the engine's number, 0: none
+    draft_threshold: float = -1.0      # least chance of a guess that is tried; -1: the engine's
 
     @property
     def greedy(self) -> bool: return self.temperature < 1e-4
@@ -200,6 +202,8 @@ class TokenStats:
     cached_tokens: int = 0            # how many
     queue_ms: float = 0.0             # arrival to first scheduled step
     n_preemptions: int = 0
+    draft_tokens: int = 0             # guessed ahead and tried
+    accepted_tokens: int = 0          # guesses that were what the model says
 
     @property
     def tokens_per_second(self) -> float: return self.throughput_tokens_per_sec

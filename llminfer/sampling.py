@@ -516,7 +516,7 @@ def draw_exact(race: _Race) -> Tensor: # [B] int64
 # %% ../nbs/10_sampling.ipynb #3f839409
 class RowRules(RowSettings):
     "The rules of all rows, applied to logits and tokens of a batch."
-    def adjust(self, x: Tensor, rows: Tensor, n_total: Tensor, history: Tensor, variant: Variant) -> None:
+    def adjust(self, x: Tensor, rows: Tensor, n_total: Tensor, history: Tensor, variant: Variant, ahead: Tensor | None = None) -> None:
         "Apply bias, penalties, bans and masks to logits `x` [B, V] in place; the arguments are those of `sample`."
         before = x.clone() if variant.masks and (variant.bias or variant.bad_words or variant.ngram or variant.min_tokens) else None
         i, f = self.ints.index_select(0, rows), self.floats.index_select(0, rows)
@@ -529,7 +529,9 @@ class RowRules(RowSettings):
             if variant.penalties and self.counts.data is not None:
                 ids, scale, presence, frequency = past.long(), *(f[:, c, None] for c in
                     (FloatCol.REPETITION, FloatCol.PRESENCE, FloatCol.FREQUENCY))
-                penalise(x, ids, self.counts.data.view(-1)[rows[:, None] * self.vocab_size + ids], scale, presence, frequency)
+                uses = self.counts.data.view(-1)[rows[:, None] * self.vocab_size + ids]
+                for guess in () if ahead is None else ahead.unbind(1): uses += (ids == guess[:, None]).int() * 2
+                penalise(x, ids, uses, scale, presence, frequency)
             if variant.ngram: ban_ngrams(x, past, n_total, i[:, IntCol.NGRAM], variant.ngram)
             if words is not None: ban_words(x, words.index_select(0, rows), past, n_total)
         if variant.min_tokens and self.stop_ids.data is not None:
@@ -557,15 +559,16 @@ class SamplerState(RowRules):
         n_total: Tensor,  # [B] tokens before this one = absolute index of the token drawn
         history: Tensor,  # [R, max_len] int32 ids, the first n_total of a row are valid
         variant: Variant, # covers all rows
+        ahead: Tensor | None = None, # [B, D] output ids that history holds and no count knows yet, -1 for none: a row may come several times
     ) -> Sampled:
-        "Draw one token a row; reads nothing back from the device."
+        "Draw one token a place; reads nothing back from the device."
         raw, n_total = logits if logits.dtype == torch.float64 else logits.float(), n_total.long()
         peak, favourite = largest(raw)
         out = Sampled(favourite, peak.isfinite())
         x, best, v = raw, favourite, variant
         rules = bool(v.penalties or v.bias or v.ngram or v.bad_words or v.min_tokens or v.masks)
         if rules:
-            self.adjust(x := raw.clone(), rows, n_total, history, v)
+            self.adjust(x := raw.clone(), rows, n_total, history, v, ahead)
             peak, best = largest(x)
         if v.sample:
             race = _Race(x, self.ints.index_select(0, rows), self.floats.index_select(0, rows), n_total, v)

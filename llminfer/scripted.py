@@ -62,9 +62,10 @@ class ScriptedRows:
         self.table = np.zeros((R, -(-L // cfg.block_size)), np.int64)
         self.kv = np.zeros(n_blocks * cfg.block_size, np.uint64)   # hash of all tokens up to the slot's
         self.hist = np.zeros((R, L + 1), np.uint64)                # the same of a row's own history
-        self.len, self.limit, self.gen, self.first, self.child, self.min_len, self.status = (np.zeros(R, np.int64) for _ in range(7))
+        self.len, self.limit, self.gen, self.first, self.child, self.min_len, self.status, self.guesses = (np.zeros(R, np.int64) for _ in range(8))
         self.params = [SamplingParams()] * R
         self.masks: dict[int, set[int]] = {}                       # of the plan that is carried out: ids that rows may take
+        self.drafted = np.zeros((0, R), np.int64)                  # guesses tried in the steps of the plan
         self.n_steps = self.n_prefill_tokens = self.n_windows = 0
 
     def slots(self, row: int, start: int, end: int) -> np.ndarray:
@@ -85,7 +86,7 @@ class ScriptedRows:
         self.hist[r, :n] = np.cumsum(mix(i.ids, np.arange(n)))
         self.len[r], self.status[r] = (n - 1, RowStatus.LIVE) if i.live else (0, RowStatus.FREE)
         self.limit[r], self.gen[r], self.first[r], self.child[r] = i.limit, i.generation, i.ids[0], i.params.child
-        self.min_len[r], self.params[r] = i.n_prompt + i.params.min_tokens, i.params
+        self.min_len[r], self.params[r], self.guesses[r] = i.n_prompt + i.params.min_tokens, i.params, i.draft
 
 # %% ../nbs/10a_scripted.ipynb #7a9d0595
 class ScriptedSteps(ScriptedRows):
@@ -109,16 +110,18 @@ class ScriptedSteps(ScriptedRows):
 
     def decode(self, rows: np.ndarray, out: np.ndarray, step: int) -> None:
         "One step of the rows that live: write KV, read all history, emit 1 to D + 1 tokens."
-        rows, span = rows[self.status[rows] == RowStatus.LIVE], self.cfg.draft + 1
-        accepted = 1 + (mix(self.first[rows], self.len[rows], 7) % np.uint64(span)).astype(np.int64)
-        accepted[np.isin(rows, list(self.masks))] = 1           # a mask is for one token
-        for r in rows:
+        rows, width = rows[self.status[rows] == RowStatus.LIVE], out.shape[3]
+        tried = np.minimum(self.guesses[rows], width - 1)
+        assert not tried[np.isin(rows, list(self.masks))].any(), "a mask is for one token"
+        accepted = 1 + mix(self.first[rows], self.len[rows], 7).astype(np.int64) % (tried + 1)
+        self.drafted[step, rows] = tried
+        for r, span in zip(rows, (tried + 1).tolist()):
             p = self.len[r]
             slots = self.slots(r, p, min(p + span, self.limit[r]))
             self.kv[slots] = mix(r, step)                       # drafts that may be wrong leave garbage behind
             self.kv[slots[0]] = self.hist[r, p]
             self.check(r, p + 1)
-        for d in range(span):
+        for d in range(width):
             go = rows[(accepted > d) & (self.status[rows] == RowStatus.LIVE)]
             if d:
                 for r in go: self.kv[self.slots(r, self.len[r] + d, self.len[r] + d + 1)] = self.hist[r, self.len[r] + d]
@@ -134,17 +137,18 @@ class ScriptedTicket:
     logprobs: bool
     prompt_logprobs: dict[int, Any]
     reveal: Callable[[int], int] | None
+    drafted: np.ndarray # [steps, R]
     at: int = 0
 
     def harvest(self, timeout: float | None = None) -> Harvest:
         "Steps not shown before."
         left = self.out.shape[1] - self.at
-        part = self.out[:, self.at:self.at + (min(left, self.reveal(left)) if self.reveal else left)]
+        lo, part = self.at, self.out[:, self.at:self.at + (min(left, self.reveal(left)) if self.reveal else left)]
         self.at += part.shape[1]
-        done, tokens, score = self.at == self.out.shape[1], part[0], -part[0, :, :, 0].astype(np.float64)
-        lp = (score, part[0, :, :, :1].repeat(20, 2), score[:, :, None].repeat(20, 2)) if self.logprobs else None
-        return Harvest(self.window_id, done, tokens, part[1], part[2].astype(bool), part[3], lp, np.ones(tokens.shape[:2], np.int64),
-            self.prompt_logprobs if done else {})
+        done, tokens, score = self.at == self.out.shape[1], part[0], -part[0].astype(np.float64)
+        lp = (score, part[0][..., None].repeat(20, 3), score[..., None].repeat(20, 3)) if self.logprobs else None
+        return Harvest(self.window_id, done, tokens, part[1], part[2].astype(bool), part[3], lp, np.ones(tokens.shape, np.int64),
+            self.prompt_logprobs if done else {}, drafted=self.drafted[lo:self.at] if tokens.shape[2] > 1 else None)
 
 # %% ../nbs/10a_scripted.ipynb #9fa9c89f
 class ScriptedPrefill(ScriptedSteps):
@@ -181,7 +185,9 @@ class ScriptedRunner(ScriptedPrefill):
             appends = not self.table[t.row, t.first:].any() and (t.first == 0 or self.table[t.row, t.first - 1])
             assert appends and t.blocks.all(), f"{t} does not append blocks to {self.table[t.row]}"
             self.table[t.row, t.first:t.first + len(t.blocks)] = t.blocks
-        out = np.zeros((4, plan.n_steps, self.cfg.max_num_seqs, self.cfg.draft + 1), np.int64)
+        assert plan.variant.draft <= self.cfg.draft
+        out = np.zeros((4, plan.n_steps, self.cfg.max_num_seqs, plan.variant.draft + 1), np.int64)
+        self.drafted = np.zeros(out.shape[1:3], np.int64)
         self.masks = {} if plan.masks is None else {int(r): set(allowed_ids(w).tolist()) for r, w in zip(*plan.masks)}
         scores = {c.row: self.prefill(c, out) for c in plan.prefill}
         kv = self.kv.reshape(-1, self.cfg.block_size)
@@ -191,7 +197,7 @@ class ScriptedRunner(ScriptedPrefill):
         assert not self.masks, f"masks of rows {list(self.masks)} that drew no token"
         assert not len(rows) or self.len[rows].max() <= plan.max_len, f"{self.len[rows].max()} KV positions, max_len is {plan.max_len}"
         self.n_steps += max(plan.n_steps, 1); self.n_prefill_tokens += plan.n_prefill_tokens; self.n_windows += 1
-        return ScriptedTicket(plan.window_id, out, plan.variant.logprobs >= 0, {r: s for r, s in scores.items() if s}, self.reveal)
+        return ScriptedTicket(plan.window_id, out, plan.variant.logprobs >= 0, {r: s for r, s in scores.items() if s}, self.reveal, self.drafted)
 
 # %% ../nbs/10a_scripted.ipynb #24372cb7
 def drive(sched: Any,                                             # a `Scheduler`

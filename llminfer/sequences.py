@@ -13,7 +13,7 @@ from .interfaces import CacheFullError, Harvest, PrefillChunk, RowInit, RowStatu
 from .masks import Matcher
 
 # %% auto #0
-__all__ = ['END_REASONS', 'SchedulerConfig', 'Sequence', 'queue_key', 'n_blocks_for', 'Flight', 'Draft', 'score_list',
+__all__ = ['END_REASONS', 'SchedulerConfig', 'Sequence', 'queue_key', 'n_blocks_for', 'Flight', 'Draft', 'Pilot', 'score_list',
            'token_logprobs', 'check_prompt', 'check_room']
 
 # %% ../nbs/10b_sequences.ipynb #c7521215
@@ -26,18 +26,23 @@ class SchedulerConfig:
     block_size: int = 16                # tokens a block
     window_steps: int = 1               # K, decode steps a launch
     prefill_chunk: int | None = None    # most tokens of one prompt in one step; None: the step's budget
-    draft: int = 0                      # D, draft tokens a decode step
+    draft: int = 0                      # most tokens guessed ahead for a row in a decode step
+    draft_unasked: int = -1             # the same for requests that do not say; -1: `draft`
+    free_guesses: bool = True           # a step costs what its guesses cost; False: what its D costs, guesses found or not
     vocab_size: int = 1 << 24           # ids are below this
     follow: bool = True                 # a row decodes in the launch that ends its prompt; False: its first token comes sooner on a CPU
 
     def __post_init__(self) -> None:
         for name, v in vars(self).items():
-            least = {"draft": 0, "follow": 0, "max_model_len": 2}.get(name, 1)
+            least = {"draft": 0, "draft_unasked": -1, "free_guesses": 0, "follow": 0, "max_model_len": 2}.get(name, 1)
             if name == "prefill_chunk" and v is None: continue
             if not isinstance(v, int) or v < least: raise ConfigError(f"{name} must be an integer of at least {least}, got {v!r}")
 
-    @property
-    def span(self) -> int: return self.draft + 1   # most tokens of a row in one step
+    def guesses(self, p: SamplingParams) -> int:
+        "Most tokens guessed ahead for a request in a step."
+        wanted = p.draft if p.draft >= 0 else self.draft_unasked
+        return min(wanted if wanted >= 0 else self.draft, self.draft)
+
     @property
     def max_running(self) -> int: return min(self.max_num_seqs, self.max_num_batched_tokens)
 
@@ -51,7 +56,7 @@ class Sequence:
     n: int                        # confirmed tokens, prompt included
     n_prompt: int
     limit: int                    # most tokens
-    key: bytes = b""              # salt of the prefix cache
+    key: bytes = b""              # of the prefix cache: adapter and salt
     priority: int = 0             # smaller runs first
     arrival: float = 0.0          # seconds
     deadline: float | None = None # seconds, on the same clock
@@ -72,9 +77,15 @@ class Sequence:
     ended: int = 0                # status at which it ended, while prompt scores are still on their way
     matcher: Matcher | None = None     # says which ids may come; then `words` is the mask of the token at index n
     words: np.ndarray | None = None    # int32; None: not made yet, or used up
+    draft: int = 0                # most tokens guessed ahead in a step; a matcher allows none
+    drafted: int = 0              # guesses tried
+    accepted: int = 0             # and how many were right
+    gain: float = 1.0             # guesses that were right in a step with guesses, lately
+    lora: int = 0                 # slot of its adapter, 0: none
 
     def __post_init__(self) -> None:
         self.variant = variant_of(self.params) if self.matcher is None else replace(variant_of(self.params), masks=True)
+        if self.lora: self.variant = replace(self.variant, lora=True)
         self.age = (self.priority, self.arrival, self.seq_id)   # older is smaller
 
     @property
@@ -110,11 +121,35 @@ class Draft:
     rows: list[Sequence] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)   # get their first token from the prefill
     masked: list[Sequence] = field(default_factory=list)    # draw one token under a mask
+    draft: int = 0          # D
     chunks: list[tuple[Sequence, PrefillChunk]] = field(default_factory=list)
     inits: list[RowInit] = field(default_factory=list)
     patches: list[TablePatch] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     held: set[int] = field(default_factory=set)             # left out so that they settle and can be preempted
+
+# %% ../nbs/10b_sequences.ipynb #004c0c4c
+class Pilot:
+    "Chooses D, the tokens guessed ahead for a row, of each window."
+    sizes = (2, 4, 8, 16, 32, 64)   # a window's D where its steps have fixed shapes
+    worth = 0.15                    # right guesses a step and row that pay for such a step
+    patience = 24                   # windows without guesses before the next try
+
+    def __init__(self, cfg: SchedulerConfig): self.cfg, self.idle = cfg, 0
+
+    def choose(self, rows: Seq[Sequence] # that may decode in the window
+    ) -> int: # D
+        "As many as the rows may have, the step's budget allows and lately paid."
+        most = min(max((s.draft for s in rows), default=0), self.cfg.max_num_batched_tokens // max(len(rows), 1) - 1)
+        if most <= 0 or self.cfg.free_guesses: return max(most, 0)
+        gain = sum(s.gain for s in rows if s.draft) / len(rows)
+        self.idle = self.idle + 1 if gain < self.worth else 0
+        if gain < self.worth and self.idle % self.patience: return 0
+        return min(next((d for d in self.sizes if d >= 2 * gain), most), most)
+
+    def note(self, s: Sequence, steps: int, accepted: int) -> None:
+        "Steps with guesses have brought a sequence so many right ones."
+        for _ in range(min(steps, 8)): s.gain += 0.2 * (accepted / steps - s.gain)
 
 # %% ../nbs/10b_sequences.ipynb #5de53614
 def score_list(n: int, chosen: np.ndarray, ranks: np.ndarray, ids: np.ndarray, values: np.ndarray) -> list[Any]:
@@ -128,8 +163,7 @@ def token_logprobs(h: Harvest,
 ) -> list[Any]:
     "Log probabilities of one row's tokens out of the side ring."
     assert h.logprobs is not None and h.ranks is not None
-    steps = np.nonzero(emit)[0]
-    return score_list(n, *(x[steps, row] for x in (h.logprobs[0], h.ranks, *h.logprobs[1:])))
+    return score_list(n, *(x[:, row][emit] for x in (h.logprobs[0], h.ranks, *h.logprobs[1:])))
 
 # %% ../nbs/10b_sequences.ipynb #fa9889c8
 def check_prompt(ids: Any, cfg: SchedulerConfig) -> np.ndarray:

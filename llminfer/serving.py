@@ -404,8 +404,9 @@ class Door(Ending):
 
     async def prepare(self, r: GenerationRequest) -> Job:
         "Check and tokenize, in a worker thread if it may take long."
-        ids = r.prompt_token_ids
-        if ids is not None and len(ids) <= 4096 and not r.bad_words: return self.handle.prepare(r)
+        n = len(r.prompt) if isinstance(r.prompt, str) and r.prompt_token_ids is None else len(r.prompt_token_ids or ())
+        short = n <= 4096 and not (r.bad_words or r.force_words or r.structured_outputs)
+        if short: return self.handle.prepare(r)
         return await asyncio.get_running_loop().run_in_executor(self.workers, self.handle.prepare, r)
 
 # %% ../nbs/24_serving.ipynb #de087e61
@@ -416,6 +417,15 @@ class AsyncEngine(Door):
     async def generate(self, request: GenerationRequest, priority: int = 0, client: str = "") -> GenerationResult:
         "The result of a request; cancelling the task cancels the request."
         return await (await self.open(request, priority, client)).result()
+
+    def adapters(self) -> dict[str, str]:
+        "Loaded adapters: name -> path."
+        return self.handle.adapters() if hasattr(self.handle, "adapters") else {}
+
+    async def adapt(self, op: str, name: str, path: str = "", replace: bool = False) -> None:
+        "`load` or `unload` an adapter while requests run; unloading waits for those that have it. Raises `AdapterError`."
+        self.check_door()
+        await asyncio.to_thread(self.handle.adapt, op, name, path, replace)
 
     def stats(self) -> dict[str, Any]:
         "Counts of now; never waits."

@@ -1,6 +1,6 @@
 """The server over real HTTP: fields, errors, limits, health, several apps; cases B03-B10 and B34 of the bug log."""
 from __future__ import annotations
-import json, logging, threading, time
+import asyncio, json, logging, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Iterator
@@ -10,6 +10,7 @@ from support.api import KEY, Server, http_bytes, raw_request, serving, tiny_http
 from support.engines import clean as clean, engine_around, tiny, tiny_engine
 from llminfer import api
 from llminfer.api import create_openai_app
+from llminfer.completions import Turnstile
 from llminfer.config import ConfigError, EngineConfig
 from llminfer.engine import InferenceEngine
 from llminfer.loading import make_tiny
@@ -189,8 +190,8 @@ def test_usage_timings_cache_and_salt(server):
 
 # fields
 
-@pytest.mark.parametrize("field,value", [("response_format", {"type": "json_object"}), ("best_of", 2), ("suffix", "x"), ("guided_json", {}), ("chat_template", "x"),
-    ("truncate_prompt_tokens", 5), ("functions", [{}]), ("store", True), ("tool_choice", "required"), ("tools", [{"type": "function", "function": {"name": "f"}}])])
+@pytest.mark.parametrize("field,value", [("ebnf", "root ::= x"), ("best_of", 2), ("suffix", "x"), ("guided_whitespace_pattern", " "), ("chat_template", "x"),
+    ("truncate_prompt_tokens", 5), ("functions", [{}]), ("store", True), ("tools", [{"type": "function", "function": {"name": "f"}}])])
 def test_what_cannot_be_done_is_refused(server, field, value):
     r = server.post("/v1/chat/completions", messages=USER, **{field: value})
     assert error_of(r) == (400, field, "unsupported") and field in r.json()["error"]["message"]
@@ -230,6 +231,39 @@ def test_defaults_come_from_the_model_then_the_operator(tmp_path):
     with serving(engine(), sampling={"temperature": 1.0, "max_new_tokens": 5}) as s:
         texts = {s.complete(prompt="x", ignore_eos=True)["choices"][0]["text"] for _ in range(4)}
         assert len(texts) > 1 and s.complete(prompt="x", ignore_eos=True)["usage"]["completion_tokens"] == 5
+
+
+def test_the_demos_answers_are_as_its_makers_advise():
+    "The page sends no temperature; the demo's file has no sampling settings."
+    demo = InferenceEngine(EngineConfig("demo", device="cpu", max_model_len=64, max_num_seqs=2))
+    with serving(demo) as s:
+        assert s.engine.generation_config == {"temperature": 0.2, "top_p": 0.9} and s.http.get("/v1/models").json()["data"][0]["id"] == "demo"
+        assert {k: s.app.state.service.defaults[k] for k in ("temperature", "top_p", "top_k")} == {"temperature": 0.2, "top_p": 0.9, "top_k": 0}
+        assert "Paris" in s.chat("What is the capital of France?", max_tokens=12, seed=1)["choices"][0]["message"]["content"]
+
+
+def test_who_is_refused_does_not_wait_for_all_who_come_in():
+    "The turnstile: one at a time, in order; who leaves while waiting loses nothing for the others, and a new event loop begins anew."
+    gate, order = Turnstile(), list[int]()
+    async def one(i: int, stay: float = 0.0) -> None:
+        await gate.enter()
+        try:
+            order.append(i)
+            await asyncio.sleep(stay)
+        finally: gate.leave()
+    async def main() -> None:
+        tasks = [asyncio.create_task(one(i, 0.01)) for i in range(6)]
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        tasks[0].cancel()                       # the one inside
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert order == [0, 1, 3, 4, 5] and not gate.busy and not gate.waiting
+    asyncio.run(main())
+    async def stuck() -> None: await gate.enter()
+    asyncio.run(stuck())
+    asyncio.run(asyncio.wait_for(one(9), 5))
+    assert order[-1] == 9
 
 
 # tools and reasoning

@@ -36,7 +36,7 @@ Claims (C) and bugs (B) of contract-library.md that concern engine and backends,
 
 Still to come with `structured` (issue 6, point 3): C16/B6 in earnest (force_words in batches), prefix_allowed_tokens_fn, schemas and grammars on paged and eager.
 """
-import asyncio, logging, threading, time
+import asyncio, json, logging, shutil, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -44,12 +44,14 @@ from tempfile import mkdtemp
 from typing import Any
 import pytest
 import torch
-from llminfer.backends import BACKENDS, FEATURES, EagerBackend, GenerationError, capability_table
+from llminfer.backends import BACKENDS, FEATURES, EagerBackend, GenerationError, UpstreamBackend, capability_table
+from llminfer.bundles import make_bundle
 from llminfer.benchmark import judge_greedy, logit_difference
 from llminfer.compiled import Compiler
 from llminfer.config import Backend, CacheConfig, ConfigError, EngineConfig
 from llminfer.cuda_graphs import PlainCapture
 from llminfer.eager import Net
+from llminfer.formats import LoadError
 from llminfer.engine import InferenceEngine
 from llminfer.kv_manager import KVCacheManager
 from llminfer.interfaces import CacheFullError
@@ -59,6 +61,7 @@ from llminfer.request import ContextLengthError, GenerationRequest, RequestError
 from llminfer.streamers import MultiStreamer, TokenStreamer
 from llminfer.tokenization import load_tokenizer
 from llminfer.tracing import inject
+from llminfer.upstream import events
 from support.fake_vllm import fake_vllm
 from support.upstream import our_server, script_server
 from test_engine import CROWD
@@ -337,7 +340,7 @@ def test_what_is_missing_or_cannot_run_is_named(monkeypatch, tmp_path):
     found = importlib.util.find_spec
     monkeypatch.setattr("llminfer.eager.find_spec", lambda name: None if name == "transformers" else found(name))
     with pytest.raises(ConfigError, match="needs transformers: pip install"): engine("eager").load()
-    for backend in ("paged", "eager", "compiled", "vllm"):
+    for backend in ("eager", "compiled", "vllm"):
         with pytest.raises(NotImplementedError, match=f"{backend} has no adapters"): engine(backend).backend.load_adapter("x")
 
 
@@ -361,6 +364,57 @@ def test_tokenizer_and_chat_template_of_another_model(tmp_path):
             assert e.backend.tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "<user>Hi"
             assert e.chat([{"role": "user", "content": "Hi"}], max_new_tokens=2, **GREEDY).error is None
             assert [c.index for c in e.chat_stream([{"role": "user", "content": "Hi"}], max_new_tokens=2, **GREEDY)][-1] == 0
+
+
+# What is in a model's files means the same on paged, eager and compiled
+
+
+def changed(path: Path, name: str = "", edit: Any = None, family: str = "llama") -> str:
+    "A copy of the tiny model with one of its JSON files edited."
+    shutil.copytree(folder(family), path)
+    if name: (path / name).write_text(json.dumps(edit(json.loads((path / name).read_text()))))
+    return str(path)
+
+
+def said(backend: str, **kw: Any) -> Any:
+    "Ids of a prompt, ids of a chat and the EOS ids; or what was raised."
+    try:
+        with InferenceEngine(EngineConfig(backend=Backend(backend), max_model_len=128, dtype="float64", cache=CacheConfig(num_blocks=60), **kw)) as e:
+            r, c = e.run(TEXTS[1], max_new_tokens=24, temperature=0.0), e.chat([{"role": "user", "content": "Hi"}], max_new_tokens=8, temperature=0.0)
+            b: Any = e.backend
+            return r.token_ids, r.finish_reason, c.prompt_token_ids, c.token_ids, b.config.eos_token_ids, b.model_id
+    except ValueError as e: return type(e).__name__, str(e)
+
+
+def test_a_tensor_that_is_missing_or_misshapen_is_refused_and_nothing_printed(tmp_path, capfd):
+    from safetensors.torch import load_file, save_file
+    whole, name = load_file(Path(folder()) / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    for n, tensors, said_ in ((0, {k: v for k, v in whole.items() if k != name}, f"tensor {name} is missing"), (1, whole | {name: whole[name][:-1].clone()}, f"tensor {name} has shape")):
+        path = changed(tmp_path / str(n), "config.json", lambda d: d)
+        save_file(tensors, Path(path) / "model.safetensors", metadata={"format": "pt"})
+        for backend in ("paged", "eager", "compiled", "auto"):
+            with pytest.raises(LoadError, match=said_) as e: InferenceEngine(EngineConfig(model_name=path, backend=backend)).load()
+            assert "\n" not in str(e.value)
+    hf(hf_configs()["gpt2"]).float().save_pretrained(tmp_path / "gpt2")                  # a family of eager's alone
+    tensors = load_file(tmp_path / "gpt2" / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "h.1.mlp.c_fc.weight" not in k}, tmp_path / "gpt2" / "model.safetensors", metadata={"format": "pt"})
+    capfd.readouterr()
+    with pytest.raises(LoadError, match="tensor transformer.h.1.mlp.c_fc.weight is missing"): InferenceEngine(EngineConfig(model_name=str(tmp_path / "gpt2"))).load()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_ends_templates_and_tokenizers_are_read_alike(tmp_path):
+    plain = said("paged", model_name=folder())
+    def named(*names): return lambda d: d | {"chat_template": [{"name": n, "template": n.upper() + d["chat_template"]} for n in names]}
+    ends = changed(tmp_path / "ends", "config.json", lambda d: d | {"eos_token_id": plain[0][5]})
+    Path(ends, "generation_config.json").write_text(json.dumps({"eos_token_id": [3]}))
+    make_bundle(tmp_path / "bundle")
+    cases = [dict(model_name=ends), dict(model_name=changed(tmp_path / "one", "tokenizer_config.json", named("tool_use"))), dict(model_name=changed(tmp_path / "two", "tokenizer_config.json", named("default", "rag")), chat_template="rag"),
+        dict(model_name=folder(), chat_template="rag"), dict(model_name=folder(), tokenizer=folder("opt") + "/tokenizer.json"), dict(model_name=folder(), tokenizer=str(tmp_path / "bundle")), dict(model_name=folder(), tokenizer="/nowhere"),
+        dict(model_name=str(tmp_path / "bundle")), dict(model_name=str(tmp_path / "bundle"), chat_template="exported")]
+    got = [said("paged", **c) for c in cases]
+    assert got[0][1] == "stop" and set(got[0][4]) >= {plain[0][5], 3} and got[1][2] != plain[2] != got[2][2] and got[3][0] == got[6][0] == "LoadError" and got[7][5] == "esme-tiny-chat"
+    assert [said("eager", **c) for c in cases] == got and [said("compiled", **c) for c in cases[-2:]] == got[-2:]
 
 
 # Compiled
@@ -481,6 +535,30 @@ def test_upstream_when_the_server_misbehaves():
         s.models = ["one", "two"]
         with pytest.raises(ConfigError, match="choose one of: one, two"): engine("upstream", upstream_url=url).load()
         assert InferenceEngine(EngineConfig(model_name="two", backend="upstream", upstream_url=url)).load().info()["upstream_model"] == "two"
+
+
+def test_upstream_addresses_and_keys_are_checked_when_it_is_made():
+    for url in ("http://127.0.0.1:abc", "http://127.0.0.1:99999", "http://[::1", "http://a b/", "http://ex\nample/", f"http://{'a' * 300}.org", f"http://{'a.' * 130}b", "http://", "http://h/v1?x=1", "http://h/\u00e9"):
+        with pytest.raises(ConfigError, match="^upstream_url .* cannot be used: ") as e: engine("upstream", upstream_url=url)
+        assert "\n" not in str(e.value) and len(str(e.value)) < 300
+    for kw in (dict(upstream_url="http://me:secret@h/v1"), dict(upstream_url="me:secret@[::1"), dict(upstream_url="h", upstream_api_key="secret\nX-Admin: 1"), dict(upstream_url="h", upstream_api_key="secret\u4e2d")):
+        with pytest.raises(ConfigError) as e: engine("upstream", **kw)
+        assert "secret" not in str(e.value)
+    b = UpstreamBackend(EngineConfig(upstream_url=" [::1]:80/api/ ", upstream_api_key="\tsecret\n"))
+    assert (b.url, b.headers["Authorization"], b.tokenizer) == ("http://[::1]:80/api", "Bearer secret", None)
+
+
+@pytest.mark.parametrize("event, said_", [("[1]", "an event that is no object: '[1]'"), ('"x"', "an event that is no object"), ('{"choices": "abc"}', "choices = 'abc', which is not a list of objects"), ('{"choices": [1]}', "choices = [1]"),
+    ('{"choices": [{"index": "0", "text": "a"}]}', "index = '0', which is not a count"), ('{"choices": [{"text": 5}]}', "text = 5, which is not a text"), ('{"choices": [{"delta": {"content": ["a"]}}]}', "content = ['a']"),
+    ('{"choices": [{"delta": "a"}]}', "delta = 'a', which is not an object"), ('{"choices": [{"token_ids": "abc"}]}', "token_ids = 'abc', which is not a list of integers"), ('{"choices": [{"finish_reason": 5}]}', "finish_reason = 5"),
+    ('{"usage": [1]}', "usage = [1], which is not an object"), ('{"usage": {"completion_tokens": "x"}}', "completion_tokens = 'x', which is not a count"), ('{"usage": {"prompt_tokens_details": 3}}', "prompt_tokens_details = 3")])
+def test_upstream_names_what_was_odd_in_an_event(event, said_, monkeypatch):
+    with script_server() as (url, _):
+        monkeypatch.setattr("llminfer.upstream.events", lambda lines: events(iter([b'data: {"choices": [{"text": "a"}]}\n', b"\n", f"data: {event}\n".encode(), b"\n"])))
+        e = engine("upstream", upstream_url=url)
+        r = e.run("say abc", max_new_tokens=9)
+        assert f"the server sent {said_}" in r.error and (r.generated_text, r.finish_reason) == ("a", "error")
+        with pytest.raises(GenerationError, match="the server sent "): list(e.stream("say abc", max_new_tokens=9))
 
 
 # The contract's classes and its README

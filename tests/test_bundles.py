@@ -1,9 +1,11 @@
 "Esme bundles: the format to the letter, every damage named, the same logits as Qwen3 in transformers, and chats as trained."
-import json, warnings
+import io, json, warnings
 from hashlib import sha256
+from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from llminfer import bundles
 from llminfer.bundles import CONFIG_KEYS, FILES, PRESETS, bundle_to_hf, make_bundle, open_bundle, synthetic_tensors, write_bundle
 from llminfer.formats import LoadError
 from llminfer.loading import load_model, open_checkpoint
@@ -81,12 +83,29 @@ def test_nothing_is_overwritten_or_left_half_written(made, tmp_path, monkeypatch
     for kw in (dict(preset="big"), dict(seed=-1), dict(seed=1.5), dict(vocab_size=100), dict(vocab_size=99999), dict(heads=3), dict(layers=0), dict(kv_heads=3), dict(rope=1), dict(attention_kind="mla")):
         with pytest.raises(LoadError) as e: make_bundle(tmp_path / "x", **kw)
         one_line(e.value)
+    class Full(io.BytesIO):
+        def write(self, data): raise OSError(28, "No space left on device")
+    monkeypatch.setattr(bundles, "open", lambda *a: Full(), raising=False)     # the writer of torch.save hides the reason
+    with pytest.raises(LoadError, match=r"cannot be written \(No space left"): make_bundle(tmp_path / "x")
+    monkeypatch.undo()
+    for path, words in (("~nosuchuser/x", "nosuchuser"), (tmp_path / "loop", "loop"), ("a\0b", "null")):
+        if path == tmp_path / "loop": path.symlink_to(path)
+        with pytest.raises(LoadError) as e: make_bundle(path)
+        one_line(e.value, words, "cannot be written")
+    (tmp_path / "loop").unlink()
     monkeypatch.setattr(torch, "save", lambda *a, **kw: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(LoadError, match="No space left"): make_bundle(tmp_path / "x")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["file", "full"]
     monkeypatch.undo()
     (tmp_path / "empty").mkdir()
     assert open_bundle(make_bundle(tmp_path / "empty")).model_id == "esme-tiny-chat"
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    monkeypatch.chdir(tmp_path / "here")
+    assert open_bundle(make_bundle(tmp_path / "link")).path == tmp_path / "link" and Path("manifest.json").is_file()      # the folder that one stands in is kept
+    (tmp_path / "dot").mkdir()
+    monkeypatch.chdir(tmp_path / "dot")
+    assert len(list(make_bundle(".").iterdir())) == 5 and len(list((tmp_path / "dot").iterdir())) == 5
 
 # --- what is read ------------------------------------------------------------------------------------------------------------------
 
@@ -117,8 +136,8 @@ BAD_CONFIG = [(dict(rope_thetha=1e4), "rope_thetha"), (dict(logit_soft_cap=7.5),
 @pytest.mark.parametrize("change, word", BAD_CONFIG, ids=str)
 def test_a_config_is_strict(bundle, change, word):
     edit_json(bundle / "config.json", **change)
-    payload(bundle, lambda p: p.update(model_config=json.loads((bundle / "config.json").read_text())))
-    resign(bundle, model_config=json.loads((bundle / "config.json").read_text()))
+    payload(bundle, lambda p: p.update(model_config=json.loads((bundle / "config.json").read_text()), llm_infer_config=None))
+    resign(bundle, model_config=json.loads((bundle / "config.json").read_text()), llm_infer_config=None)
     refuse(bundle, word)
 
 def test_keys_missing_twice_or_different_elsewhere(bundle):
@@ -156,6 +175,7 @@ def test_tensors_are_checked_by_name_shape_and_kind(bundle):
     name, good = "blocks.1.attention.wk.weight", torch.load(bundle / "weights.pt", weights_only=True)["state_dict"]
     cases = [(lambda s: s.pop(name), [name, "missing"]), (lambda s: s.update({name: s[name].t()}), [name, "[64, 32]", "[32, 64]"]), (lambda s: s.update(extra=s[name]), ["extra"]),
         (lambda s: s.update({name: s[name].long()}), [name, "int64"]), (lambda s: s.update({name: 3}), [name, "int"]), (lambda s: s.update({name: s[name].to_sparse()}), [name]),
+        (lambda s: s.update({name: s[name].to("meta")}), [name, "without data"]),
         (lambda s: s.update({"lm_head.weight": s["token_embedding.weight"] * 1.01}), ["lm_head.weight", "differs"])]
     for change, words in cases:
         payload(bundle, lambda p: (p.update(state_dict=dict(good)), change(p["state_dict"])))
@@ -165,10 +185,11 @@ def test_tensors_are_checked_by_name_shape_and_kind(bundle):
         assert set(open_checkpoint(bundle).bytes_by_format()) == {dict(bfloat16="BF16", float16="F16", float64="F64")[str(half)[6:]]}
     payload(bundle, lambda p: p.update(state_dict={n: t for n, t in good.items() if n != "lm_head.weight"}))   # tied: it adds nothing
     open_bundle(bundle)
-    for change, words in ((lambda p: p.update(format_version=2), ["format_version"]), (lambda p: p.update(format="other"), ["format"]), (lambda p: p.update(key_format="hf"), ["key_format"]), (lambda p: p.pop("state_dict"), ["state_dict"])):
+    for change, words in ((lambda p: p.update(format_version=2), ["format_version"]), (lambda p: p.update(format="other"), ["format"]), (lambda p: p.update(key_format="hf"), ["key_format"]), (lambda p: p.update(format_version=True), ["format_version", "True"]),
+        (lambda p: p.update(metadata=dict(key_format="hf")), ["metadata", "key_format"]), (lambda p: p.update(llm_infer_config=dict(rope_theta=5e5)), ["llm_infer_config.rope_theta"]), (lambda p: p.pop("state_dict"), ["state_dict"])):
         payload(bundle, lambda p: (p.update(state_dict=dict(good)), change(p)))
         refuse(bundle, "weights.pt", *words)
-        payload(bundle, lambda p: p.update(format_version=1, format="llm_pretrain_dense_v1", key_format="llm_pretrain_dense_v1", state_dict=dict(good)))
+        payload(bundle, lambda p: p.update(format_version=1, format="llm_pretrain_dense_v1", key_format="llm_pretrain_dense_v1", metadata={}, llm_infer_config=None, state_dict=dict(good)))
 
 def test_manifests_are_checked(bundle):
     good = manifest(bundle)
@@ -179,6 +200,12 @@ def test_manifests_are_checked(bundle):
     case("manifest.json", "format", format="gguf")
     case("manifest.json", "format", format="-")
     case("manifest.json", "weights_format", weights_format="x")
+    for one in (True, 1.0, "1"): case("manifest.json", "schema_version", schema_version=one)
+    case("manifest.json", "model_family", model_family="Mamba")
+    case("manifest.json", "llm_infer_config.hidden_size", "999", llm_infer_config=good["llm_infer_config"] | dict(hidden_size=999))
+    case("manifest.json", "tokenizer.path", "other.json", tokenizer=dict(path="other.json"))
+    case("manifest.json", "decoding", "default_add_special_tokens", decoding=dict(default_add_special_tokens=True))
+    case("manifest.json", "chat_template", "add_special_tokens", chat_template=good["chat_template"] | dict(add_special_tokens=True))
     case("manifest.json", "tokenizer.format", tokenizer=dict(format="spm"))
     case("manifest.json", "eos_token_ids", eos_token_ids=[512])
     case("manifest.json", "eos_token_ids", eos_token_ids=2)
@@ -188,6 +215,7 @@ def test_manifests_are_checked(bundle):
     def files(**kw): return dict(files={k: v for k, v in (good["files"] | kw).items() if v is not None})
     case("manifest.json", "files", **files(readme=None))
     case("manifest.json", "files", **files(more=good["files"]["readme"]))
+    case("manifest.json", "files.readme", "files.config", "one file", **files(readme=good["files"]["config"] | dict(path="./config.json")))
     case("manifest.json", "files.readme", **files(readme=dict(path="README.md", sha256=good["files"]["readme"]["sha256"].upper())))
     for path in ("../esme/README.md", "/etc/passwd", "a\\..\\README.md", "", "./.."): case("manifest.json", "files.readme", "leaves the bundle", **files(readme=good["files"]["readme"] | dict(path=path)))
     case("nothing.md", "missing", **files(readme=good["files"]["readme"] | dict(path="nothing.md")))

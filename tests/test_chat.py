@@ -136,6 +136,18 @@ def test_a_conversation_that_is_too_long_is_refused_whole(tiny: str) -> None:
         with pytest.raises(RequestError, match="160"): say(chat, "word " * 160)
         assert len(chat.turns) == 1 and say(chat, "ok").prompt_tokens < 160 and len(chat.turns) == 2
 
+def test_a_full_context_names_the_ways_out_that_there_are(tiny: str) -> None:
+    for size, words in ((160, "--max-model-len up to 4096"), (4096, "/reset begins anew$")):
+        with engine(tiny, max_model_len=size) as e, pytest.raises(RequestError, match=words): say(Conversation(e), "word " * size)
+
+def test_an_answer_that_was_stopped_has_its_numbers(loaded: Any) -> None:
+    chat = Conversation(loaded, **SAMPLED, max_new_tokens=200)
+    pieces = chat.ask("hi")
+    for _ in range(3): next(pieces)
+    pieces.close()                      # type: ignore[attr-defined]
+    t = chat.turns[0]
+    assert t.finish_reason == "abort" and t.generated_tokens >= 3 and t.ttft_ms > 0 and t.tokens_per_s > 0
+
 def test_files(loaded: Any, tmp_path: Path) -> None:
     chat, path = Conversation(loaded, "be kind", **SAMPLED, max_new_tokens=5), tmp_path / "c.json"
     say(chat, "hi \u4e2d")
@@ -151,6 +163,19 @@ def test_files(loaded: Any, tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=words) as e: other.load(path)
         assert str(path) in str(e.value) and len(other.turns) == 3
     with pytest.raises(RequestError, match="No such file"): read_messages(tmp_path / "none")
+    path.write_text("[" * 200_000)
+    with pytest.raises(RequestError, match="not JSON"): other.load(path)
+    with pytest.raises(RequestError, match="must be a number"): respond(other, "/set seed " + "[" * 200_000)
+    path.write_text("\ufeff[]", "utf-8")
+    assert read_messages(path) == (None, [])
+    os.mkfifo(tmp_path / "pipe")
+    for line in (f"/load {tmp_path}/pipe", f"/save {tmp_path}/pipe", "/save /dev/full", f"/save {tmp_path}"):     # never waited for, never replaced
+        with pytest.raises(RequestError, match="not a (regular )?file"): respond(chat, line)
+    (tmp_path / "link").symlink_to(path)
+    path.chmod(0o600)
+    chat.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and json.loads(path.read_text("utf-8"))["messages"] == chat.messages and path.stat().st_mode & 0o777 == 0o600
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["c.json", "link", "pipe"]
     bare = make_tiny(tmp_path / "bare")
     (bare / "tokenizer_config.json").write_text("{}")
     with engine(str(bare), max_model_len=256) as bare_engine, pytest.raises(RequestError, match="no chat template"): Conversation(bare_engine)
@@ -240,8 +265,15 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(tmp_path: Path) -> None:
     t.send("\x04")
     assert t.close() == 0
 
+def test_notes_are_shown_without_control_characters(loaded: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from llminfer.chat import one_line
+    chat = Conversation(loaded, "\x1b]0;x\x07")
+    chat.turns.append(Turn("\x1b[2J", "\x9b"))
+    for line in ("/system", "/history", "/undo"): one_line(chat, line, True, False)
+    assert not re.search("[\x1b\x07\x9b]", capsys.readouterr().out)
+
 def test_control_characters_of_a_model_do_not_reach_a_terminal() -> None:
-    from llminfer.chat import shown
+    from llminfer.cli_flags import shown
     assert shown("a\x1b[31mb\x07\x9b\n\tc", True) == "a\u241b[31mb\u2407\ufffd\n\tc" and shown("\x1b", False) == "\x1b"
 
 def test_ctrl_c_in_a_script_is_130_and_keeps_the_text(tmp_path: Path) -> None:

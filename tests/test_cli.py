@@ -61,14 +61,14 @@ def test_help_is_complete_and_loads_no_torch():
 SHARED = ["--backend auto", "-b paged", "--quant none", "-q none", "--revision main", "--hf-token secret", "--local-files-only", "--trust-remote-code",
     "--no-trust-remote-code", "--cache-dir /tmp", "--paged-kv", "--no-paged-kv", "--page-size-tokens 4", "--tp-size 1", "--pp-size 1", "--no-compile-fullgraph",
     "--compile-cudagraphs", "--no-compile-cudagraphs", "--device cpu", "--dtype float64", "--json", "--max-model-len 64", "--max-num-seqs 2", "--gpu-memory-utilization 0.5", "--threads 1",
-    "--block-size 8", "--num-blocks 80", "--prefix-cache", "--no-prefix-cache", "--decode-window-size 2", "--max-num-batched-tokens 64", "--prefill-chunk-size 32", "--kernels torch", "--attention-backend torch", "--attention-backend auto"]
+    "--block-size 8", "--num-blocks 80", "--prefix-cache", "--no-prefix-cache", "--decode-window-size 2", "--max-num-batched-tokens 64", "--prefill-chunk-size 32", "--kernels torch", "--attention-backend torch", "--attention-backend auto", "--spec-num-assistant-tokens 3", "--spec-confidence-threshold 0.9"]
 SHARED_REFUSED = ["-b vllm", "--backend upstream", "--quant int8", "--quant nf4", "-q fp4", "--tp-size 2", "--pp-size 2", "--compile-fullgraph",
-    "--spec-num-assistant-tokens 3", "--spec-confidence-threshold 0.9", "--device cuda:99", "--dtype float8", "--page-size-tokens 0", "--tp-size 0", "--gpu-memory-utilization 2",
+    "--spec-num-assistant-tokens 65", "--spec-confidence-threshold 2", "--device cuda:99", "--dtype float8", "--page-size-tokens 0", "--tp-size 0", "--gpu-memory-utilization 2",
     "--max-model-len 513", "--max-num-seqs 0", "--threads 0", "--num-blocks 1", "--decode-window-size 0", "--prefill-chunk-size 0",
     "--kernels mps", "--attention-backend magic", "--tokenizer /nowhere/tok", "--chat-template /nowhere/t.jinja"]
 GENERATE = ["--max-tokens 1", "--temp 0", "--top-p 0.5", "--top-k 5", "--repetition-penalty 1.1", "--no-repeat-ngram-size 2", "--stop END,STOP", "--seed 42", "--bad-words foo,bar",
-    "--min-p 0.1", "--presence-penalty 1", "--frequency-penalty -1", "--ignore-eos", "--min-tokens 2", "--adapter-name x", "--chat", "--no-chat", "--system hi"]
-GENERATE_REFUSED = ["--force-words foo", "--adapter some/lora", "--assistant-model demo", "--temp 9", "--top-p 0", "--top-k -2", "--min-p 2", "--seed x", "--max-tokens -1", "--logprobs 21",
+    "--min-p 0.1", "--presence-penalty 1", "--frequency-penalty -1", "--ignore-eos", "--min-tokens 2", "--adapter-name x", "--chat", "--no-chat", "--system hi", "--force-words foo"]
+GENERATE_REFUSED = ["--adapter some/lora", "--assistant-model demo", "--temp 9", "--top-p 0", "--top-k -2", "--min-p 2", "--seed x", "--max-tokens -1", "--logprobs 21",
     "--repetition-penalty 0", "--no-repeat-ngram-size -1", "--presence-penalty 3", "--frequency-penalty x", "--min-tokens 5", "--temp nan"]
 
 def split(line):
@@ -211,7 +211,7 @@ HOSTILE = "[bold]not bold[/bold] - [x] done [/INST] :smile: C:\\[a] \x1b[31m {cu
 
 def test_model_text_is_not_markup(tiny, monkeypatch):
     monkeypatch.setattr(cli, "generate", lambda *_: (GenerationResult("id", "p", HOSTILE, outputs=[CompletionOutput(0, HOSTILE)]), False))
-    monkeypatch.setattr("llminfer.engine.InferenceEngine.stream", lambda *_, **__: (StreamChunk("id", piece) for piece in (HOSTILE[:9], HOSTILE[9:])))
+    monkeypatch.setattr("llminfer.engine_loop.BaseBackend.stream", lambda *_, **__: (StreamChunk("id", piece) for piece in (HOSTILE[:9], HOSTILE[9:])))
     assert ok("run", "hi", "-m", tiny).startswith(f"Generated:\n{HOSTILE}\nlatency=")
     assert ok("stream", "hi", "-m", tiny).startswith(f"Streaming:\n{HOSTILE}\nlatency=")
     assert json.loads(ok("run", "hi", "-m", tiny, "--json"))["generated_text"] == HOSTILE
@@ -340,6 +340,40 @@ def test_a_closed_pipe_is_quiet(endless):
     p.stdout.close()
     assert p.wait(60) == 1 and p.stderr.read() == ""
     p.stderr.close()
+
+def test_closed_and_full_streams_are_one_line(tiny):
+    for shell, words in ((">&-", "standard output is closed"), (">/dev/full", "output cannot be written: No space left")):
+        p = process("-c", f"import os; os.execvp('sh', ['sh', '-c', '{sys.executable} -m llminfer.cli --version {shell}'])")
+        code, out, err = finished(p)
+        assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and words in err, err
+    p = process("-c", f"import os; os.execvp('sh', ['sh', '-c', '{sys.executable} -m llminfer.cli run - -m {tiny} --max-tokens 1 <&-'])")
+    code, out, err = finished(p)
+    assert code == 2 and "PROMPT is empty" in err and err.count("\n") == 1
+
+def test_a_trace_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    class Trace:
+        events = [1]
+        def save(self, path):
+            with open(path, "w") as f: f.write("half")
+            raise OSError(28, "No space left on device")
+    (tmp_path / "t").write_text("old")
+    with pytest.raises(OSError) as e: cli_flags.save_trace(Trace(), tmp_path / "t")
+    assert cli.failure(e.value) == (2, f"{tmp_path}/t: No space left on device") and [f.read_text() for f in tmp_path.iterdir()] == ["old"]
+
+def test_a_server_upstream_answers_prompts_and_chats():
+    from support.fake_openai import fake_openai
+    with fake_openai() as (url, fake):
+        args = ("-b", "upstream", "--upstream-url", url, "--max-tokens", 5)
+        for command in ("run", "stream"):
+            assert "You said: hi" in ok(command, "hi", *args)
+            call(command, "hi", *args, "--no-chat")
+            assert fake.requests[-1]["prompt"] == "hi" and "messages" not in fake.requests[-1]
+        ok("run", "hi", *args, "--system", "be brief")
+        assert [m["role"] for m in fake.requests[-1]["messages"]] == ["system", "user"]
+        assert ok("chat", *args, input="hi\nmore\n").startswith("You said: hi\nYou said: more\n")
+        assert [m["content"] for m in fake.requests[-1]["messages"]] == ["hi", "You said: hi", "more"]
+        r = call("chat", *args, input="hi\n/more\n")
+        assert r.exit_code == 2 and "stay with the server" in r.stderr
 
 # --- make-bundle -----------------------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from llminfer.assembly import choose_parts
 from llminfer.config import ConfigError, EngineConfig
 from llminfer.core import CoreConfig, generate, make_core
 from llminfer.flashinfer_adapter import Account, EagerFlashInferRunner, FlashInferProgram, FlashInferRunner, flashinfer_available, page_plan
-from llminfer.interfaces import RowStatus
+from llminfer.interfaces import RowStatus, Variant
 from llminfer.loading import load_model, make_tiny, open_checkpoint
 from llminfer.model import Transformer, random_tensors
 from llminfer.request import SamplingParams
@@ -90,8 +90,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         with pytest.raises(ConfigError, match=words): choose_parts(EngineConfig(**settings), tiny)
 
     def test_choices_carry_reasons(tiny):
-        assert choose_parts(EngineConfig(attention_backend="torch"), tiny).reasons == {"kernels": "torch (as asked)", "steps": "eager (nothing to capture on a CPU)", "attention": "torch (SDPA over gathered pages)"}
-        assert set(choose_parts(EngineConfig(), tiny).reasons) == {"kernels", "steps", "attention"}
+        assert choose_parts(EngineConfig(attention_backend="torch"), tiny).reasons == {"kernels": "torch (as asked)", "steps": "eager (nothing to capture on a CPU)", "attention": "torch (SDPA over gathered pages)",
+            "speculation": "prompt lookup, up to 8 tokens a step"}
+        assert set(choose_parts(EngineConfig(), tiny).reasons) == {"kernels", "steps", "attention", "speculation"}
 
     @pytest.mark.parametrize("model, there, words", [(dict(head_dim=80), True, "head sizes 64, 128 and 256, not for 80"), (dict(dtype=torch.float32), True, "not in torch.float32"),
         (dict(), False, "not installed"), (dict(), None, "nvcc and ninja")])
@@ -178,7 +179,7 @@ else:
         c = config()
         core = make_core(Transformer.from_tensors(c, random_tensors(c, 3)), CoreConfig(max_num_seqs=3, max_model_len=32), program=Program, runner=EagerFlashInferRunner)
         r = core.runner
-        with pytest.raises(RuntimeError, match="a decode step of 2 places was not planned"): decode_step(r, torch.tensor([0, 1]), 1, None)
+        with pytest.raises(RuntimeError, match="a decode step of 2 places was not planned"): decode_step(r, torch.tensor([0, 1]), 1, Variant())
 
     def test_kernels_that_cannot_be_built_are_an_error_at_the_start():
         class Broken(Decode):

@@ -7,7 +7,7 @@ from llminfer import assembly
 from llminfer.config import ConfigError, EngineConfig
 from llminfer.core import CoreConfig, generate, make_core
 from llminfer.cuda_graphs import GraphRunner
-from llminfer.kernels import FusedProgram
+from llminfer.layers import LayerProgram
 from llminfer.loading import load_model, make_tiny, open_checkpoint
 from llminfer.request import SamplingParams
 from llminfer.runner import TorchProgram
@@ -51,4 +51,4 @@ def test_a_gpu_whose_compiler_is_broken_runs_on_torch(monkeypatch, fault, caplog
         assert parts.reasons["kernels"].startswith("torch (Triton cannot compile here: ") and "\n" not in parts.reasons["kernels"]
     finally: assembly.kernel_trial.cache_clear()
     monkeypatch.setattr(assembly, "kernel_trial", lambda device: "")
-    assert assembly.choose_parts(EngineConfig(), model).program is FusedProgram
+    assert assembly.choose_parts(EngineConfig(), model).program is LayerProgram

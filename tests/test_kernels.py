@@ -91,7 +91,7 @@ else:
     def test_feed_is_what_the_state_says():
         st = DecodeState(8, 32, 4)
         g = torch.Generator().manual_seed(0)
-        st.ints[:, :8] = torch.randint(0, 30, (6, 8), generator=g)
+        st.ints[:, :8] = torch.randint(0, 30, (len(st.ints), 8), generator=g)
         st.quota[:8], st.status[:8] = torch.tensor([2, 1, 3, 1, 0, 2, 1, 4]), torch.tensor([1, 1, 1, 1, 1, 3, 0, 1])
         rows = torch.tensor([3, 0, 1, 2, 4, 5, 6, 7, 8, 8])
         ids, positions, n_total, act = feed_rows(st, rows)

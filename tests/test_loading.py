@@ -350,6 +350,34 @@ def test_only_what_is_needed_is_fetched(fake_hub, tmp_path):
     (tmp_path / "snapshot/weights.pt").unlink(), (tmp_path / "snapshot/manifest.json").unlink()
     assert load_tokenizer(tokenizer_source("owner/model")).vocab_size == 512 and "model.safetensors" not in asked
 
+def test_the_tokenizer_of_a_bundle_comes_without_its_weights(fake_hub, tmp_path):
+    store, asked = fake_hub
+    for f in make_bundle(tmp_path / "b").iterdir(): (store / f.name).write_bytes(f.read_bytes())
+    source = tokenizer_source("owner/model")
+    assert source.kind == "bundle" and source.metadata == {"eos_token_ids": [2]} and load_tokenizer(source).vocab_size == 512
+    assert {"weights.pt", "README.md"}.isdisjoint(asked)
+
+def test_a_repository_without_a_model_is_refused(fake_hub):
+    store, asked = fake_hub
+    for name, words in (("config.json", "no model in it"), ("pytorch_model.bin", "pytorch_model.bin is a pickle")):
+        (store / name).write_text("{}")
+        with pytest.raises(LoadError) as e: pull("owner/model")
+        one_line(e.value, "owner/model", words)
+
+@pytest.mark.parametrize("fault, words", [(500, "status 500"), (json.JSONDecodeError("<html>", "", 0), "proxy or a login page")])
+def test_what_the_hub_answers_is_told(monkeypatch, fault, words):
+    import huggingface_hub
+    from huggingface_hub import errors
+    from huggingface_hub.utils import are_progress_bars_disabled
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    def fail(*a, **kw):
+        assert are_progress_bars_disabled() or sys.stderr.isatty()
+        response = type("R", (), dict(headers={}, request=None, status_code=fault))
+        raise errors.LocalEntryNotFoundError("x") from (fault if isinstance(fault, Exception) else errors.HfHubHTTPError("x", response=response))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(LoadError) as e: pull("owner/model")
+    one_line(e.value, "owner/model: ", words)
+
 # --- another tokenizer, another template -------------------------------------------------------------------------------------------
 
 CHAT = [dict(role="user", content="hi")]
@@ -394,7 +422,7 @@ def test_a_model_without_a_template_says_how_to_give_one(tmp_path):
 def test_generation_settings_of_the_model_are_kept(tmp_path):
     path = make_tiny(tmp_path / "m")
     edit_json(path / "generation_config.json", temperature=0.7)
-    assert open_checkpoint(path).generation_config["temperature"] == 0.7 and open_checkpoint("demo").generation_config == {}
+    assert open_checkpoint(path).generation_config["temperature"] == 0.7 and open_checkpoint("demo").generation_config == {"temperature": 0.2, "top_p": 0.9}
 
 @pytest.fixture
 def small_demo(tmp_path, monkeypatch):

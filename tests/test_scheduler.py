@@ -19,8 +19,8 @@ from llminfer.tracing import Trace
 
 VOCAB, MAX_LEN = 97, 96
 
-def make(n_blocks=64, block=4, rows=8, K=1, chunk=None, budget=64, max_len=MAX_LEN, D=0, cache=True, eviction="lru", trace=None, follow=True, desk=None, **kw):
-    cfg = SchedulerConfig(rows, budget, max_len, block, K, chunk, D, VOCAB, follow)
+def make(n_blocks=64, block=4, rows=8, K=1, chunk=None, budget=64, max_len=MAX_LEN, D=0, cache=True, eviction="lru", trace=None, follow=True, desk=None, unasked=-1, free=True, **kw):
+    cfg = SchedulerConfig(rows, budget, max_len, block, K, chunk, D, unasked, free, VOCAB, follow)
     pool = BlockPool(n_blocks, block, prefix_cache=cache, eviction=eviction)
     return Scheduler(pool, cfg, trace, desk), ScriptedRunner(cfg, n_blocks, **kw)
 
@@ -63,12 +63,12 @@ class World:
     "Submits, steps, aborts at random and knows what every sequence must say."
     def __init__(self, r: random.Random):
         self.rng = r
-        block, D = r.choice([1, 3, 16]), r.choice([0, 0, 0, 2])
+        block, D = r.choice([1, 3, 16]), r.choice([0, 0, 2, 8])
         small = r.random() < .7                                     # preemption is the rule, not the exception
         self.n_blocks = -(-MAX_LEN // block) + 1 + (r.randrange(8) if small else 400)
         reveal = (lambda left: r.randrange(0, left + 1)) if r.random() < .5 else None
         self.s, self.dev = make(self.n_blocks, block, r.choice([1, 3, 8]), r.choice([1, 4, 8]), r.choice([7, 64, None]), r.choice([8, 32, 128]), D=D,
-            cache=r.random() < .7, eviction=r.choice(["lru", "fifo", "none"]), reveal=reveal, follow=r.random() < .7, desk=LateDesk())
+            cache=r.random() < .7, eviction=r.choice(["lru", "fifo", "none"]), reveal=reveal, follow=r.random() < .7, desk=LateDesk(), unasked=r.choice([-1, 0, 3]), free=r.random() < .5)
         self.in_flight, self.now = r.choice([1, 2, 3]), 0.0
         self.tickets: deque[Any] = deque()
         self.want: dict[int, list[int]] = {}
@@ -99,7 +99,7 @@ class World:
             ids = (self.texts[i] + self.got[i] + ids[:r.randrange(1, 4)])[:MAX_LEN - 1]
         stops = tuple(r.sample(range(VOCAB), r.choice([0, 0, 2])))
         p = SamplingParams(temperature=r.choice([0.0, 1.0]), max_tokens=r.choice([0, 1, 5, 9, 40, 1000]), stop_ids=stops, eos_ids=stops[:1], min_tokens=r.choice([0, 0, 6]),
-            logprobs=r.choice([-1, -1, 3]), prompt_logprobs=r.choice([-1, -1, 2]), seed=1)
+            logprobs=r.choice([-1, -1, 3]), prompt_logprobs=r.choice([-1, -1, 2]), seed=1, draft=r.choice([-1, -1, 0, 1, 20]))
         group = [replace(p, child=c) for c in range(r.choice([1, 1, 1, 2, 5]))]
         masked = r.random() < .3
         seq_ids = list(range(self.next_id, self.next_id + len(group)))
@@ -114,9 +114,10 @@ class World:
         for d in deltas:
             i = d.seq_id
             assert i not in self.ends, f"sequence {i} speaks after its end"
+            assert 0 <= d.accepted <= d.drafted and (not d.drafted or self.s.cfg.draft)
             self.got[i] += d.tokens.tolist()
             assert self.got[i] == self.want[i][:len(self.got[i])], f"sequence {i}: wrong text"
-            if self.params[i].logprobs >= 0 and len(d.tokens) and not self.s.cfg.draft:
+            if self.params[i].logprobs >= 0 and len(d.tokens):
                 assert d.logprobs is not None and [-int(x[0]) for x in d.logprobs] == d.tokens.tolist() and len(d.logprobs[0][2]) == 3
             if d.prompt_logprobs is not None:
                 assert [x and -int(x[0]) for x in d.prompt_logprobs] == [None, *range(1, self.scores.pop(i))]

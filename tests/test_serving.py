@@ -220,8 +220,8 @@ def test_a_dead_engine_thread_is_noticed_and_started_again():   # F11
             for k in range(2):
                 s = await a.open(request(3, 500))
                 await anext(s)
-                waiting = [asyncio.create_task(read(a, request(i, 5, priority=1))) for i in range(1, 12)]
-                await asyncio.sleep(0.05)
+                waiting = [asyncio.create_task(read(a, request(i, 50, priority=1))) for i in range(1, 12)]
+                await until(lambda: len(a.running) > 1 and len(a.queue) > 0, 5)
                 t = time.monotonic()
                 bad = await a.open(request(EXIT, 5), priority=-5)
                 with pytest.raises(EngineDeadError): await bad.result()
@@ -232,7 +232,7 @@ def test_a_dead_engine_thread_is_noticed_and_started_again():   # F11
                 with pytest.raises(NotReadyError): await a.open(request())
                 await until(lambda: a.state == "ready", 5)
                 out = await asyncio.gather(*waiting, return_exceptions=True)          # who waited in our queue still runs
-                assert {type(x) for x in out} == {list, EngineDeadError} and all(len(x) == 5 for x in out if isinstance(x, list))
+                assert {type(x) for x in out} == {list, EngineDeadError} and all(len(x) == 50 for x in out if isinstance(x, list))
                 assert a.stats()["counters"]["engine_restarts"] == k + 1
             with pytest.raises(GenerationError, match="this step fails"): await a.generate(request(RAISE, 5))
             assert a.state == "ready" and len(await read(a, request(4, 6))) == 6
@@ -331,7 +331,9 @@ def test_the_loop_stays_quick_while_streams_run():   # L8, F12
         def __init__(self, tok): self.tok = tok
         def __getattr__(self, name): return getattr(self.tok, name)
         def encode(self, text, **kw):
-            if "slow" in text: time.sleep(1)
+            if "slow" in text:
+                time.sleep(1)
+                return [5, 6, 7]
             if "broken" in text: raise ValueError("the tokenizer broke")
             return self.tok.encode(text, **kw)
     async def main():
@@ -346,10 +348,29 @@ def test_the_loop_stays_quick_while_streams_run():   # L8, F12
             p = asyncio.create_task(pulse())
             streams = [asyncio.create_task(read(a, request(i, 200))) for i in range(1, 16)]
             with pytest.raises(ValueError, match="the tokenizer broke"): await a.generate(GenerationRequest("broken"))
-            await asyncio.gather(a.generate(GenerationRequest("slow", max_new_tokens=3)), *streams)
+            await asyncio.gather(a.generate(GenerationRequest("slow" * 1200, max_new_tokens=3)), *streams)
             stop.set()
             await p
             assert sorted(gaps)[int(len(gaps) * 0.99)] < 0.2
+    asyncio.run(main())
+
+
+def test_one_wake_up_a_step_for_all_streams():
+    async def main():
+        async with serving(scripted(0.005, max_num_seqs=16)) as a:
+            before = a.stats()
+            await asyncio.gather(*(read(a, request(i, 100)) for i in range(1, 17)))
+            after = a.stats()
+            def grew(name: str, *path: str) -> int: return eval_at(after, *path, name) - eval_at(before, *path, name)
+            def eval_at(d, *keys):
+                for k in keys: d = d[k] if k in d else 0
+                return d
+            wakeups, chunks, steps = grew("wakeups", "counters"), grew("chunks", "counters"), grew("steps", "engine", "counters")
+            assert chunks > 16 * 90 and wakeups <= steps + 20, (wakeups, steps, chunks)
+        s = scripted(0.001)                                 # two servers over one engine: each hears of its own
+        async with serving(s) as a, serving(s) as b:
+            got = await asyncio.gather(*(read(x, request(i, 30)) for i in range(1, 9) for x in (a, b)))
+            assert [len(g) for g in got] == [30] * 16
     asyncio.run(main())
 
 

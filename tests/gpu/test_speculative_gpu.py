@@ -1,0 +1,69 @@
+"""Guesses on a GPU: the texts of a CPU in fp64, captured or not, with kernels or torch; launches that never wait.
+
+    PYTHONPATH=.:tests python3 -m pytest -q tests/gpu/test_speculative_gpu.py        (needs CUDA)
+"""
+import random
+from dataclasses import replace
+import pytest
+import torch
+from llminfer.core import CoreConfig, generate, make_core
+from llminfer.cuda_graphs import GraphRunner
+from llminfer.layers import LayerProgram
+from llminfer.loading import load_model, make_tiny, open_checkpoint
+from llminfer.request import SamplingParams
+from llminfer.runner import TorchProgram, TorchRunner
+from llminfer.speculative import DeviceLookup
+
+CFG = CoreConfig(n_blocks=200, block_size=16, max_num_seqs=8, max_model_len=160, window_steps=8, max_in_flight=2, follow=True)
+FEW = ((60, 22.0), (61, 20.0), (62, 21.0))
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    rng = random.Random(0)
+    ckpt = open_checkpoint(str(make_tiny(tmp_path_factory.mktemp("m"), "llama", 3, head_dim=64)))
+    prompts = [[rng.randrange(60, 64) for _ in range(rng.randrange(1, 40))] for _ in range(24)]
+    params = [SamplingParams(temperature=rng.choice([0.0, 0.8]), seed=i, top_k=rng.choice([0, 20]), max_tokens=50, frequency_penalty=rng.choice([0, 0.2]), no_repeat_ngram_size=rng.choice([0, 0, 6]),
+        logprobs=rng.choice([-1, 2]), logit_bias=FEW) for i in range(24)]
+    return ckpt, prompts, params
+
+
+def guessing(model, draft, **kw):
+    return make_core(model, replace(CFG, draft=draft, free_guesses=False), speculate=lambda R, D, device: DeviceLookup(R, D, device, least=0.0), **kw)
+
+
+@pytest.mark.parametrize("runner", [TorchRunner, GraphRunner])
+def test_fp64_texts_are_those_of_a_cpu_without_guesses(jobs, runner):
+    ckpt, prompts, params = jobs
+    want = generate(make_core(load_model(ckpt, torch.float64, "cpu"), CFG), prompts, params)
+    core = guessing(load_model(ckpt, torch.float64, "cuda"), 4, runner=runner)
+    torch.cuda.set_sync_debug_mode("default")
+    for _ in range(2): assert generate(core, prompts, params) == want
+    assert core.trace.counters["accepted_tokens"] > 200
+    if runner is GraphRunner: assert any(k.variant.draft for k in core.runner.graphs) and not core.runner.failed
+
+
+@pytest.mark.parametrize("draft", [2, 4, 8])
+def test_kernels_in_graphs_guess_and_say_what_they_say_without(jobs, draft):
+    ckpt, prompts, params = jobs
+    model = load_model(ckpt, torch.float32, "cuda")
+    plain = generate(make_core(model, CFG, runner=GraphRunner, program=LayerProgram), prompts, params)
+    core = guessing(model, draft, runner=GraphRunner, program=LayerProgram)
+    for _ in range(2): got = generate(core, prompts, params)
+    torch_core = guessing(model, draft, runner=GraphRunner, program=TorchProgram)
+    same = sum(a == b for a, b in zip(got, plain))
+    assert same >= len(prompts) - 1 and generate(torch_core, prompts, params)[0] == plain[0]       # a near tie in fp32 may fall the other way
+    assert core.trace.counters["accepted_tokens"] > 200 and not core.runner.failed
+
+
+def test_a_launch_with_guesses_never_waits(jobs):
+    ckpt, prompts, params = jobs
+    core = guessing(load_model(ckpt, torch.float32, "cuda"), 4, runner=TorchRunner)
+    generate(core, prompts[:4], params[:4])
+    launch = core.runner.launch
+    def watched(plan):
+        torch.cuda.set_sync_debug_mode("error")
+        try: return launch(plan)
+        finally: torch.cuda.set_sync_debug_mode("default")
+    core.runner.launch = watched
+    generate(core, prompts, params)
