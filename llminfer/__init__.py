@@ -3,7 +3,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .benchmark import Benchmarker, BenchmarkResult
+    from .artifacts import BenchmarkResult
+    from .benchmark import Benchmarker
     from .config import CacheConfig, EngineConfig, QuantConfig
     from .engine import InferenceEngine
     from .request import GenerationRequest, GenerationResult
@@ -16,7 +17,7 @@ _HOMES = {
     "InferenceEngine": "engine",
     "EngineConfig": "config", "QuantConfig": "config", "CacheConfig": "config",
     "GenerationRequest": "request", "GenerationResult": "request",
-    "Benchmarker": "benchmark", "BenchmarkResult": "benchmark", "ContinuousBatchScheduler": "serving",
+    "Benchmarker": "benchmark", "BenchmarkResult": "artifacts", "ContinuousBatchScheduler": "serving",
 }
 
 __all__ = ["BenchmarkResult", "Benchmarker", "CacheConfig", "ContinuousBatchScheduler", "EngineConfig", "GenerationRequest",

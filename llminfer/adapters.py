@@ -354,6 +354,7 @@ class Places:
         self.slots = slots
         self.others = slots[:, None] != torch.arange(1, self.n_slots + 1, device=slots.device)
 
+# %% ../nbs/18_adapters.ipynb #d69700c1
 class LoraLinear:
     "A packed product of the base model, of any kind, plus the change of each place's adapter."
     kind = "lora"

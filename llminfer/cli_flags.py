@@ -74,7 +74,8 @@ class EngineFlags(ModelFlags):
         show_default="CPU 512, GPU 8192", help="tokens of a step: what prompts get beside the rows that decode")] = None
     gpu_memory_utilization: Annotated[float, flag(MEMORY, help="share of a GPU's memory")] = 0.9
     quant: Annotated[QuantMode, flag(MODEL, "--quant", "-q", metavar="NAME",
-        help="weight quantisation: none; int8, nf4 and fp4 are bitsandbytes' and need --backend eager")] = QuantMode.NONE
+        help="weight quantisation: none, int8, nf4, fp4, int4, fp8; gguf keeps a GGUF file's own blocks. "
+            "Eager and compiled take int8, nf4 and fp4, vllm nf4")] = QuantMode.NONE
     tp_size: Annotated[int, flag(LATER, help="tensor parallel GPUs; more than 1 is not available yet")] = 1
     pp_size: Annotated[int, flag(LATER, help="pipeline parallel GPUs; more than 1 is not available yet")] = 1
     trust_remote_code: Annotated[bool, flag(LATER, "--trust-remote-code/--no-trust-remote-code",
@@ -83,7 +84,8 @@ class EngineFlags(ModelFlags):
         help="compile to one graph, or fail; for the compiled backend")] = False
     compile_cudagraphs: Annotated[bool, flag(LATER, "--compile-cudagraphs/--no-compile-cudagraphs",
         help="CUDA graphs of the compiled backend; the paged engine captures by itself")] = True
-    spec_num_assistant_tokens: Annotated[int | None, flag(MODEL, show_default="as measured", help="tokens guessed ahead a step; 0: none")] = None
+    spec_num_assistant_tokens: Annotated[int | None, flag(MODEL, show_default="as measured",
+        help="tokens guessed ahead a step; 0: none")] = None
     spec_confidence_threshold: Annotated[float | None, flag(MODEL, show_default="as measured",
         help="guess no further below this confidence")] = None
     json: Annotated[bool, flag(OUTPUT, "--json", help="print JSON instead of text")] = False
@@ -283,7 +285,8 @@ def session(cfg: EngineConfig, g: SamplingFlags | None = None) -> Iterator[Any]:
             engine.load()
             if g and g.adapter is not None:
                 try: engine.load_adapter(g.adapter, g.adapter_name)
-                except NotImplementedError as e: raise ConfigError(f"adapter {short_repr(g.adapter)}: {e}; leave it out") from None
+                except (NotImplementedError, ValueError) as e:
+                    raise ConfigError(f"adapter {short_repr(g.adapter)}: {str(e).removeprefix(f'{g.adapter}: ')}") from None
         yield engine
     finally:
         engine.unload()

@@ -21,6 +21,7 @@ class ConfigError(ValueError):
 
 class QuantMode(str, Enum):
     NONE = "none"; INT8 = "int8"; NF4 = "nf4"; FP4 = "fp4"
+    INT4 = "int4"; FP8 = "fp8"; GGUF = "gguf"   # our own: paged backend
 
 class Backend(str, Enum):
     AUTO = "auto"; PAGED = "paged"; EAGER = "eager"; COMPILED = "compiled"; VLLM = "vllm"; UPSTREAM = "upstream"
@@ -50,6 +51,8 @@ class QuantConfig:
         import torch
         if self.mode == QuantMode.NONE: return {}
         if self.mode == QuantMode.INT8: return {"load_in_8bit": True}
+        if self.mode not in (QuantMode.NF4, QuantMode.FP4):
+            raise ConfigError(f"quant mode {self.mode.value!r} is not one of bitsandbytes (int8, nf4, fp4): use the paged backend")
         dtype = torch.float16 if self.compute_dtype == "float16" else torch.bfloat16
         return {"load_in_4bit": True, "bnb_4bit_quant_type": self.mode.value,
                 "bnb_4bit_use_double_quant": self.double_quant, "bnb_4bit_compute_dtype": dtype}

@@ -155,6 +155,7 @@ class CoreConfig:
     free_guesses: bool = True               # a step costs what its guesses cost; False: what `draft` costs
     mask_workers: int = 2                   # threads that make masks beside the engine; 0: it makes them itself
 
+# %% ../nbs/13_core.ipynb #fc3b6030
 def make_core(model: Any, # `Transformer`, or anything with its interface
     cfg: CoreConfig,
     trace: Trace | None = None,

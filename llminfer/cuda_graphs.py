@@ -208,7 +208,8 @@ def prefill_key(r: GraphRunner, plan: Plan) -> GraphKey | None:
     size = fit(plan.n_prefill_tokens, list(r.prefill_sizes))
     if size is None or not r.program.plan_free or any(c.prompt_logprobs >= 0 for c in plan.prefill): return None
     n = sum(len(c.sample_rows) for c in plan.prefill)
-    return GraphKey("prefill", size, replace(rounded(plan.variant), draft=0), 0, power_of_two(n)) if n else GraphKey("prefill", size, Variant(lora=plan.variant.lora))
+    if not n: return GraphKey("prefill", size, Variant(lora=plan.variant.lora))
+    return GraphKey("prefill", size, replace(rounded(plan.variant), draft=0), 0, power_of_two(n))
 
 # %% ../nbs/14_cuda_graphs.ipynb #8d080151
 def replay_window(r: GraphRunner, plan: Plan, t: RunnerTicket, key: GraphKey, g: StepGraph) -> None:

@@ -348,6 +348,7 @@ def quantised(cfg: EngineConfig, device: str) -> dict[str, Any]:
 
 # %% ../nbs/20e_eager.ipynb #4a0331a1
 EAGER_LACKS = {
+    "int4": "bitsandbytes has none; use paged", "fp8": "bitsandbytes has none; use paged", "gguf": "transformers unpacks it; use paged",
     "adapter": "one model, one set of weights; merge the adapter with peft first",
     "assistant_model_name": "drafts run on the paged backend", "speculative_num_assistant_tokens": "drafts run on the paged backend",
     "speculative_confidence_threshold": "drafts run on the paged backend",

@@ -113,7 +113,8 @@ def prepare_job(facts: EngineFacts, request: GenerationRequest, draw_seed: Calla
 def adapt(b: BaseBackend, op: str, name: str, path: str = "", replace: bool = False) -> None:
     "Load or unload an adapter of a backend; requests that name none go on with the base model."
     try: b.load_adapter(path, name, activate=False, replace=replace) if op == "load" else b.unload_adapter(name)
-    except NotImplementedError as e: raise RequestError(f"{e}; serve with the paged backend", "lora_name", "unsupported_parameter") from None
+    except NotImplementedError as e:
+        raise RequestError(f"{e}; serve with the paged backend", "lora_name", "unsupported_parameter") from None
 
 def loaded_adapters(b: BaseBackend) -> dict[str, str]: # name -> path
     books = getattr(b, "adapters", None)

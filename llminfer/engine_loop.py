@@ -98,7 +98,8 @@ def add_request(loop: EngineLoop, h: RequestHandle) -> None:
     try:
         loop.core.add(h.seq_ids, np.array(h.ids, np.int32), h.params, key=h.key, priority=r.priority,
             arrival=r.arrival_time, deadline=None if r.deadline_s is None else r.arrival_time + r.deadline_s,
-            defer_register=any(() if r.stop_sequences is None else r.stop_sequences), **{k: v for k, v in (("matchers", h.matchers), ("lora", h.lora)) if v})
+            defer_register=any(() if r.stop_sequences is None else r.stop_sequences),
+            **{k: v for k, v in (("matchers", h.matchers), ("lora", h.lora)) if v})
     except Exception as e: fail_handles(loop, [h], f"{type(e).__name__}: {e}")
 
 def abort_request(loop: EngineLoop, h: RequestHandle) -> None:
@@ -167,6 +168,7 @@ def turn(loop: EngineLoop) -> str | None:
     except Exception as e: return f"{type(e).__name__}: {e}"
     return None
 
+# %% ../nbs/20c_engine_loop.ipynb #4bc799c8
 def end_turn(loop: EngineLoop) -> None:
     "Tell those who collect news that the turn's are complete: they may be many chunks and one wake-up."
     while loop.after_turn:
@@ -223,7 +225,7 @@ def loop_html(loop: EngineLoop) -> str:
     note = f"{len(loop.inbox)} notes in the inbox, thread {'alive' if loop.alive else 'ended'}"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{note}</p>"
 
-# %% ../nbs/20c_engine_loop.ipynb #58ef380b
+# %% ../nbs/20c_engine_loop.ipynb #4132351b
 FEATURES = {   # what a backend may lack: fields of a request, then settings of the engine
     "stop_sequences": "texts that end the answer", "stop_token_ids": "ids that end it", "ignore_eos": "go on after the end",
     "min_tokens": "no end before so many tokens", "n": "several samples of a prompt", "seed": "the same text again",
@@ -237,7 +239,9 @@ FEATURES = {   # what a backend may lack: fields of a request, then settings of 
     "skip_special_tokens": "whether control tokens show", "add_special_tokens": "whether a prompt gets its first token",
     "include_stop_str_in_output": "keep the stop text",
     "speculative_num_assistant_tokens": "draft tokens a step", "speculative_confidence_threshold": "when a draft gives up",
-    "int8": "8-bit weights", "nf4": "4-bit weights, normal floats", "fp4": "4-bit weights, floats", "assistant_model_name": "a draft model",
+    "int8": "8-bit weights", "nf4": "4-bit weights, normal floats", "fp4": "4-bit weights, floats",
+    "int4": "4-bit weights, integers", "fp8": "8-bit weights, floats", "gguf": "weights in a GGUF file's own blocks",
+    "assistant_model_name": "a draft model",
     "tensor_parallel_size": "one layer on several GPUs", "pipeline_parallel_size": "layers on several GPUs",
     "prefix_cache": "prompts that begin alike share their KV", "continuous_batching": "a request joins at the next step"}
 
@@ -470,6 +474,7 @@ def enqueue(b: LoopBackend, loop: EngineLoop, h: RequestHandle) -> None:
         h.leave()
         raise
 
+# %% ../nbs/20c_engine_loop.ipynb #3d3fb323
 def matchers_of(b: LoopBackend, r: GenerationRequest, params: list[SamplingParams], n_prompt: int) -> list[Matcher] | None:
     "What says which ids may come, for each sample of a request; rules are compiled here, in the caller's thread."
     if (rules := b.rules) is None or rules.tokenizer is not b.tokenizer:

@@ -42,6 +42,7 @@ def failed_chunk(r: GenerationRequest, index: int, error: str) -> StreamChunk:
     stats = TokenStats(prompt_tokens=len(r.prompt_token_ids or ())) if index == r.n - 1 else None
     return StreamChunk(r.request_id, "", index=index, is_final=True, finish_reason="error", error=error, stats=stats)
 
+# %% ../nbs/24a_engine_process.ipynb #78a76616
 class Child:
     "The engine's process, seen from inside."
     def __init__(self, conn: Connection, engine: InferenceEngine):
@@ -212,7 +213,8 @@ class Reading(Process):
 
     def give(self, item: tuple[Any, ...]) -> None:
         "One piece of news to whom it belongs."
-        if (f := self.calls.pop(rid := item[0], None)) is not None: return f.set_result(None) if item[1] is None else f.set_exception(item[1])
+        if (f := self.calls.pop(rid := item[0], None)) is not None:
+            return f.set_result(None) if item[1] is None else f.set_exception(item[1])
         if (entry := self.jobs.get(rid)) is None: return
         job, notify = entry
         c = unpack_chunk(job.request.request_id, item)

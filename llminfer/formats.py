@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['FLOATS', 'BLOCKS', 'LEFTOVERS', 'GGML_TYPES', 'LoadError', 'row_bytes', 'dequantize', 'RawTensor', 'map_file',
-           'check_layout', 'read_safetensors', 'write_safetensors', 'read_sharded', 'read_json', 'is_there',
+__all__ = ['FLOATS', 'CODES', 'BLOCKS', 'LEFTOVERS', 'GGML_TYPES', 'LoadError', 'row_bytes', 'dequantize', 'RawTensor',
+           'map_file', 'check_layout', 'read_safetensors', 'write_safetensors', 'read_sharded', 'read_json', 'is_there',
            'read_text', 'Cursor', 'read_strings', 'read_gguf']
 
 # %% ../nbs/04a_formats.ipynb #3b288719
@@ -23,13 +23,15 @@ class LoadError(ValueError):
 
 # %% ../nbs/04a_formats.ipynb #3e5a6956
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CODES = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn}  # parts of a quantised matrix
 BLOCKS = {"F64": (1, 8), "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), # format: values a block, bytes a block
           "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
           "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
 
 def row_bytes(format: str, n: int) -> int:
     "Bytes of a row of `n` values; -1 if a row cannot be cut into whole blocks."
-    values, size = BLOCKS[format]
+    values, size = (1, CODES[format].itemsize) if format in CODES else BLOCKS[format]
     return n // values * size if n % values == 0 else -1
 
 # %% ../nbs/04a_formats.ipynb #588b985e
@@ -77,7 +79,7 @@ def dequantize(
     format: str,         # a key of `BLOCKS`
 ) -> torch.Tensor:       # [rows, values]; float32, or the float format's own dtype
     "The values of rows of blocks."
-    if format in FLOATS: return data.view(FLOATS[format])
+    if format in FLOATS or format in CODES: return data.view((FLOATS | CODES)[format])
     values, size = BLOCKS[format]
     b = data.reshape(-1, size)
     out = _small_blocks(b, format) if values == 32 else _q6_k(b) if format == "Q6_K" else _k_blocks(b, format)
@@ -108,7 +110,7 @@ class RawTensor:
     ) -> torch.Tensor:                       # of `shape`; owns its memory
         "The tensor's values."
         own = self.data.to(device, copy=True)
-        return dequantize(own, self.format).view(self.shape).to(dtype or FLOATS.get(self.format, torch.float32))
+        return dequantize(own, self.format).view(self.shape).to(dtype or (FLOATS | CODES).get(self.format, torch.float32))
 
 def map_file(path: Path) -> np.ndarray:
     "Map a file as uint8, copy-on-write (torch wants writable memory); a pipe would be waited for, so only regular files."
@@ -169,7 +171,8 @@ def _safetensor(path: Path, file: np.ndarray, base: int, name: str, entry: Any) 
         ok = all(type(i) is int and i >= 0 for i in (*shape, lo, hi)) and lo <= hi
     except (TypeError, KeyError, ValueError): ok = False
     if not ok: raise LoadError(f"{path}: tensor {name}: damaged entry {str(entry)[:100]}")
-    if format not in FLOATS: raise LoadError(f"{path}: tensor {name}: dtype {format} is not supported; weights must be {', '.join(FLOATS)}")
+    if format not in FLOATS and format not in CODES:
+        raise LoadError(f"{path}: tensor {name}: dtype {format} is not supported; weights must be {', '.join(FLOATS)}")
     return RawTensor(name, format, shape, path, base + lo, hi - lo, file)
 
 # %% ../nbs/04a_formats.ipynb #cd1af37e

@@ -106,6 +106,7 @@ class Sample:
     sent: int = 0                       # tokens already given out in chunks
     guesses: tuple[int, int] = (0, 0)   # tokens guessed ahead, and how many were right
 
+# %% ../nbs/20b_handles.ipynb #7308d328
 @dataclass
 class RequestHandle:
     "A running request: wait until it is `finished`, or take its `chunks`."

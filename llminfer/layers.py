@@ -150,6 +150,7 @@ def row_product(call: RowCall, kind: str, x: Tensor, linear: Any, out: Tensor, n
     stat: Tensor | None = None, # log sums, if x is attention in parts
 ) -> Tensor: # out
     "One product of a layer for B rows; o and down add to the residual `out`."
+    if type(linear) is not Dense: return linear.row_product(call, kind, x, out, norm, stat)
     w, bias, (N, K) = linear.weight, linear.bias, linear.weight.shape
     pair, c = kind == "gate_up", call.shapes.get(kind) or row_shape(kind, K)
     if pair: N //= 2
@@ -352,14 +353,16 @@ class LayerProgram(FusedProgram):
         super().__init__(model, attention)
         self.pdl = pdl_works(model.device)
         products = [p for layer in model.layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        self.own = all(type(p) is Dense for p in products) and all(layer.gate_up.bias is None for layer in model.layers)
+        own = [type(p) is Dense or getattr(p, "row_product", None) is not None for p in products]   # a quantised product has one of its own
+        self.dense = all(type(p) is Dense for p in products)
+        self.own = all(own) and all(layer.gate_up.bias is None for layer in model.layers)
 
     def decode(self, st: DecodeState, ids: Tensor, rows: Tensor, positions: Tensor, act: Tensor, nb: int = 0,
         distinct: bool = False) -> Tensor: # [B, D]
         "See `FusedProgram.decode`."
         B, c = ids.shape[0], self.model.config
         few = B <= self.most_rows and (B == 1 or c.intermediate_size <= 4096) and max(c.hidden_size, c.n_heads * c.head_dim) <= 8192
-        if not self.own or not distinct or not (few or B <= self.most_tiles and c.hidden_size <= self.widest):
+        if not self.own or not distinct or not (few or self.dense and B <= self.most_tiles and c.hidden_size <= self.widest):
             return super().decode(st, ids, rows, positions, act, nb, distinct)
         at = Places(st, rows, positions, act, *self.prepare(st))
         fault_point("model.forward", n_tokens=B)

@@ -108,10 +108,11 @@ def ct_linear(raw: Mapping[str, RawTensor], names: Sequence[str], bias: Tensor |
     codes = turn_bytes(torch.cat([w.tensor(None, device) for w in weights]))
     return Int8(codes, scale, bias, name) if weights[0].format == "I8" else Fp8(codes, scale, bias, name, w8a8_rows)
 
-# %% ../nbs/17b_quant_formats.ipynb #eeff7933
+# %% ../nbs/17b_quant_formats.ipynb #0bec9c23
 METHODS = ("bitsandbytes", "compressed-tensors")
 ASIDE = (".k_scale", ".v_scale", ".input_scale", ".output_scale", ".weight_format")   # of activations and caches: not used here
 
+# %% ../nbs/17b_quant_formats.ipynb #eeff7933
 @dataclass(frozen=True)
 class Stored:
     "Matrices in codes: their names without `.weight`, and their shapes."
@@ -201,7 +202,7 @@ def load_quantized(
     "Load a model whose matrices are in codes."
     if not isinstance(ckpt, Checkpoint): ckpt = open_checkpoint(ckpt)
     plan = QuantPlan(quant) if isinstance(quant, str) else QuantPlan.of(quant) if isinstance(quant, QuantConfig) else quant
-    kind, stored = resolve_dtype(dtype, str(device)), getattr(ckpt, "quantization", {})
+    kind, stored = resolve_dtype(dtype, str(device)), ckpt.quantization
     if stored and plan.mode != "none":
         raise ConfigError(f"quant mode {plan.mode!r}: {ckpt.name} is quantised already ({stored.get('quant_method')}); leave it at none")
     if stored: model = from_codes(ckpt, stored, plan, kind, device)
@@ -220,6 +221,7 @@ def from_codes(ckpt: Checkpoint, quant: Mapping[str, Any], plan: QuantPlan, dtyp
     tensors = StandIns(Weights(raw, dtype, device), codes)
     with one_thread(device): return Transformer.from_tensors(config, tensors, dtype, device, linear)
 
+# %% ../nbs/17b_quant_formats.ipynb #df6902f0
 def from_gguf(ckpt: Checkpoint, plan: QuantPlan, dtype: torch.dtype, device: str | torch.device) -> Transformer:
     "A model in its GGUF file's own blocks."
     if ckpt.format != "gguf":

@@ -559,7 +559,7 @@ class SamplerState(RowRules):
         n_total: Tensor,  # [B] tokens before this one = absolute index of the token drawn
         history: Tensor,  # [R, max_len] int32 ids, the first n_total of a row are valid
         variant: Variant, # covers all rows
-        ahead: Tensor | None = None, # [B, D] output ids that history holds and no count knows yet, -1 for none: a row may come several times
+        ahead: Tensor | None = None, # [B, D] ids in history that no count knows yet, -1 for none: a row may come several times
     ) -> Sampled:
         "Draw one token a place; reads nothing back from the device."
         raw, n_total = logits if logits.dtype == torch.float64 else logits.float(), n_total.long()

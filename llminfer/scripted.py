@@ -62,7 +62,8 @@ class ScriptedRows:
         self.table = np.zeros((R, -(-L // cfg.block_size)), np.int64)
         self.kv = np.zeros(n_blocks * cfg.block_size, np.uint64)   # hash of all tokens up to the slot's
         self.hist = np.zeros((R, L + 1), np.uint64)                # the same of a row's own history
-        self.len, self.limit, self.gen, self.first, self.child, self.min_len, self.status, self.guesses = (np.zeros(R, np.int64) for _ in range(8))
+        zeros = (np.zeros(R, np.int64) for _ in range(8))
+        self.len, self.limit, self.gen, self.first, self.child, self.min_len, self.status, self.guesses = zeros
         self.params = [SamplingParams()] * R
         self.masks: dict[int, set[int]] = {}                       # of the plan that is carried out: ids that rows may take
         self.drafted = np.zeros((0, R), np.int64)                  # guesses tried in the steps of the plan
@@ -197,7 +198,8 @@ class ScriptedRunner(ScriptedPrefill):
         assert not self.masks, f"masks of rows {list(self.masks)} that drew no token"
         assert not len(rows) or self.len[rows].max() <= plan.max_len, f"{self.len[rows].max()} KV positions, max_len is {plan.max_len}"
         self.n_steps += max(plan.n_steps, 1); self.n_prefill_tokens += plan.n_prefill_tokens; self.n_windows += 1
-        return ScriptedTicket(plan.window_id, out, plan.variant.logprobs >= 0, {r: s for r, s in scores.items() if s}, self.reveal, self.drafted)
+        told = {r: s for r, s in scores.items() if s}
+        return ScriptedTicket(plan.window_id, out, plan.variant.logprobs >= 0, told, self.reveal, self.drafted)
 
 # %% ../nbs/10a_scripted.ipynb #24372cb7
 def drive(sched: Any,                                             # a `Scheduler`

@@ -161,6 +161,7 @@ UPSTREAM_LACKS = {
     "prefix_allowed_tokens_fn": "a function cannot be sent", "adapter": "give the adapter's name as model_name",
     "speculative_num_assistant_tokens": "a setting of the server", "speculative_confidence_threshold": "a setting of the server",
     "int8": "a setting of the server", "nf4": "a setting of the server", "fp4": "a setting of the server",
+    "int4": "a setting of the server", "fp8": "a setting of the server", "gguf": "a setting of the server",
     "assistant_model_name": "a setting of the server", "tensor_parallel_size": "a setting of the server",
     "pipeline_parallel_size": "a setting of the server"}
 

@@ -119,7 +119,8 @@ VLLM_LACKS = {
     "no_repeat_ngram_size": "vLLM has none; use repetition_penalty", "adapter": "not built yet",
     "speculative_num_assistant_tokens": "vLLM sets it for the engine: EngineConfig.speculative_num_assistant_tokens",
     "speculative_confidence_threshold": "vLLM has none", "int8": "vLLM's bitsandbytes loads 4 bits only; use nf4",
-    "fp4": "vLLM's bitsandbytes loads nf4 only; use nf4"}
+    "fp4": "vLLM's bitsandbytes loads nf4 only; use nf4", "int4": "made by our own engine; use paged",
+    "fp8": "made by our own engine; use paged", "gguf": "kept by our own engine; use paged"}
 
 class VLLMBackend(LoopBackend):
     "vLLM in this process."

@@ -48,7 +48,7 @@ from llminfer.backends import BACKENDS, FEATURES, EagerBackend, GenerationError,
 from llminfer.bundles import make_bundle
 from llminfer.benchmark import judge_greedy, logit_difference
 from llminfer.compiled import Compiler
-from llminfer.config import Backend, CacheConfig, ConfigError, EngineConfig
+from llminfer.config import Backend, CacheConfig, ConfigError, EngineConfig, QuantMode
 from llminfer.cuda_graphs import PlainCapture
 from llminfer.eager import Net
 from llminfer.formats import LoadError
@@ -319,7 +319,7 @@ def test_what_a_backend_lacks_is_refused_by_name(backend):
                 assert err.value.param == name and "\n" not in str(err.value)
             if name in SETTINGS:
                 with pytest.raises(ConfigError, match=f"^{name} .* is not available on the {backend} backend: "): engine(backend, **kw, **{name: SETTINGS[name]}).load()
-            if name in ("int8", "nf4", "fp4"):
+            if name in {m.value for m in QuantMode}:
                 cfg = EngineConfig(model_name=folder(), backend=backend, **kw)
                 cfg.quant.mode = name
                 with pytest.raises(ConfigError, match=f"^quant mode '{name}' is not available on the {backend} backend: "): InferenceEngine(cfg).load()

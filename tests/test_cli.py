@@ -58,11 +58,11 @@ def test_help_is_complete_and_loads_no_torch():
 
 # --- each flag of the contract runs, or is refused by name -----------------------------------------------------------------------------
 
-SHARED = ["--backend auto", "-b paged", "--quant none", "-q none", "--revision main", "--hf-token secret", "--local-files-only", "--trust-remote-code",
+SHARED = ["--backend auto", "-b paged", "--quant none", "--quant int8", "--quant nf4", "-q fp4", "-q int4", "--quant fp8", "--revision main", "--hf-token secret", "--local-files-only", "--trust-remote-code",
     "--no-trust-remote-code", "--cache-dir /tmp", "--paged-kv", "--no-paged-kv", "--page-size-tokens 4", "--tp-size 1", "--pp-size 1", "--no-compile-fullgraph",
     "--compile-cudagraphs", "--no-compile-cudagraphs", "--device cpu", "--dtype float64", "--json", "--max-model-len 64", "--max-num-seqs 2", "--gpu-memory-utilization 0.5", "--threads 1",
     "--block-size 8", "--num-blocks 80", "--prefix-cache", "--no-prefix-cache", "--decode-window-size 2", "--max-num-batched-tokens 64", "--prefill-chunk-size 32", "--kernels torch", "--attention-backend torch", "--attention-backend auto", "--spec-num-assistant-tokens 3", "--spec-confidence-threshold 0.9"]
-SHARED_REFUSED = ["-b vllm", "--backend upstream", "--quant int8", "--quant nf4", "-q fp4", "--tp-size 2", "--pp-size 2", "--compile-fullgraph",
+SHARED_REFUSED = ["-b vllm", "--backend upstream", "--quant gguf", "-q int3", "--tp-size 2", "--pp-size 2", "--compile-fullgraph",
     "--spec-num-assistant-tokens 65", "--spec-confidence-threshold 2", "--device cuda:99", "--dtype float8", "--page-size-tokens 0", "--tp-size 0", "--gpu-memory-utilization 2",
     "--max-model-len 513", "--max-num-seqs 0", "--threads 0", "--num-blocks 1", "--decode-window-size 0", "--prefill-chunk-size 0",
     "--kernels mps", "--attention-backend magic", "--tokenizer /nowhere/tok", "--chat-template /nowhere/t.jinja"]
@@ -151,11 +151,11 @@ def test_bad_prompts_are_one_line(command, tiny, tmp_path):
 
 def test_a_wrong_value_is_told_in_our_words(tiny):
     for line, said in (("--backend vlm", "--backend must be auto, paged, eager, compiled, vllm or upstream, got 'vlm'"), ("-bvlm", "--backend must be auto, paged, eager, compiled, vllm or upstream, got 'vlm'"),
-                       ("--quant int9", "--quant must be none, int8, nf4 or fp4, got 'int9'"), ("--seed abc", "--seed must be a whole number, got 'abc'"), ("--seed=1.5", "--seed must be a whole number, got '1.5'"),
+                       ("--quant int9", "--quant must be none, int8, nf4, fp4, int4, fp8 or gguf, got 'int9'"), ("--seed abc", "--seed must be a whole number, got 'abc'"), ("--seed=1.5", "--seed must be a whole number, got '1.5'"),
                        ("--temp hot", "--temp must be a number, got 'hot'"), ("--n x", "--n must be a whole number, got 'x'")):
         assert refused("run", "hi", "-m", tiny, *line.split()) == f"error: {said}\n"
     text = " ".join(ok("run", "--help").split())
-    for words in ("upstream: a server", "need --backend eager"): assert words in text
+    for words in ("upstream: a server", "gguf keeps a GGUF file's own blocks"): assert words in text
 
 def test_other_backends_say_the_same(tiny):
     args = ("run", "hello", "-m", tiny, "--temp", 0, "--max-tokens", 8, "--ignore-eos", "--json")

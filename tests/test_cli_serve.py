@@ -132,7 +132,7 @@ def test_a_key_from_the_environment(tiny: str) -> None:
         assert s.ask("/v1/models")[0] == 401 and s.ask("/v1/models", Authorization="Bearer k2")[0] == 200 and "k1" not in "".join(s.lines)
         assert s.end(signal.SIGINT) == 0
 
-@pytest.mark.parametrize("args, words", [(("-m", "/nowhere/model"), "/nowhere/model"), (("-m", "no/such-model", "--local-files-only"), "no/such-model"), (("--max-model-len", "99999"), "--max-model-len 99999"), (("--quant", "int8"), "int8"), (("--assistant-model", "demo"), "--assistant-model")])
+@pytest.mark.parametrize("args, words", [(("-m", "/nowhere/model"), "/nowhere/model"), (("-m", "no/such-model", "--local-files-only"), "no/such-model"), (("--max-model-len", "99999"), "--max-model-len 99999"), (("--quant", "fp8", "-b", "eager"), "quant mode 'fp8'"), (("--assistant-model", "demo"), "--assistant-model")])
 def test_a_model_that_cannot_be_read_is_one_line(args: tuple[str, ...], words: str) -> None:
     p = popen("--port", 0, *args)
     out, err = p.communicate(timeout=60)

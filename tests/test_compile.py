@@ -21,7 +21,8 @@ def compile_all() -> None:
     from llminfer.request import SamplingParams
     from llminfer.runner import DecodeState, Ring
     from llminfer.sampling import SamplerState
-    kernels.fused_available, layers.pdl_works = lambda model, device: (True, ""), lambda device: True
+    kernels.fused_available = lambda model, device: (True, "")
+    layers.pdl_works = lambda device: True
     tails = [SamplingParams(temperature=0), SamplingParams(temperature=.8), SamplingParams(temperature=.8, top_p=.9, min_p=.1),
              SamplingParams(temperature=.8, top_k=50, top_p=.9, presence_penalty=.3, repetition_penalty=1.1, min_tokens=3, eos_ids=(1,), stop_ids=(1,))]
     for name, (V, D, F, H, G, E) in SHAPES.items():

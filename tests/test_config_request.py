@@ -96,7 +96,7 @@ def test_good_settings_pass(good):
     (dict(device="cuda:"), "device must be"), (dict(device="cuda:-1"), "device must be"), (dict(device="cpu\n"), "device must be"),
     (dict(dtype="int8"), "dtype must be one of auto, float32, float16, bfloat16, float64; got 'int8'"), (dict(gpu_memory_utilization=0), "gpu_memory_utilization must be a number above 0"),
     (dict(max_in_flight=3), "max_in_flight must be an integer from 1 to 2"), (dict(cache={"page_size_tokens": 3}), "cache must be a CacheConfig"), (dict(model_name="  "), "model_name must be"),
-    (dict(cache=CacheConfig(num_blocks=1)), "cache.num_blocks must be an integer from 2"), (dict(quant=QuantConfig("int4")), "quant.mode must be one of none, int8, nf4, fp4; got 'int4'")])  # type: ignore[arg-type]
+    (dict(cache=CacheConfig(num_blocks=1)), "cache.num_blocks must be an integer from 2"), (dict(quant=QuantConfig("int3")), "quant.mode must be one of none, int8, nf4, fp4, int4, fp8, gguf; got 'int3'")])  # type: ignore[arg-type]
 def test_bad_settings_say_what_to_do(bad, message):
     with pytest.raises(ConfigError) as e: EngineConfig(**bad).validate()
     assert message in str(e.value)

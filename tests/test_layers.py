@@ -15,10 +15,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 else:
     import pytest
     import torch
-    from llminfer.core import CoreConfig, generate, make_core
     from llminfer.layers import LayerProgram, PartShape, RowShape, TileShape
     from llminfer.model import Transformer, random_tensors
-    from llminfer.request import SamplingParams
     from llminfer.runner import TorchProgram
     from support.kernel_scenes import Scene
 

@@ -208,7 +208,9 @@ def main(argv: list[str] | None = None) -> int:
     ap.add_argument("--only", default="records,registered,notebooks,pages,figures")
     ap.add_argument("--seal", nargs="+", metavar="RECORD")
     a = ap.parse_args(argv)
-    if a.seal: return seal(a.seal) or 0
+    if a.seal:
+        seal(a.seal)
+        return 0
     problems, parts = [], a.only.split(",")
     def step(name: str, found: list[str], what: str) -> None:
         problems.extend(found)
