@@ -86,8 +86,9 @@ def main() -> None:
     for _ in range(a.runs):
         for k, names in kinds.items(): speed[k].append(tokens_per_second(core, books, names, a.batch, a.tokens, a.prompt))
     base = statistics.median(speed["base"])
-    out = {"shape": a.shape, "batch": a.batch, "rank": a.rank, "dtype": str(dtype)[6:], "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
-        "torch": torch.__version__, "adapter_mb": round(books.names["a0"].nbytes / 1e6, 2), "slots_mb": round(books.stacks.nbytes / 1e6, 2), "load_s": round(statistics.median(seconds), 4),
+    where = {"device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu", "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "threads": torch.get_num_threads()}
+    out = {"kind": "adapters", "environment": where, "shape": a.shape, "batch": a.batch, "rank": a.rank, "dtype": str(dtype)[6:],
+        "adapter_mb": round(books.names["a0"].nbytes / 1e6, 2), "slots_mb": round(books.stacks.nbytes / 1e6, 2), "load_s": round(statistics.median(seconds), 4),
         "tokens_per_s": {k: round(statistics.median(v), 1) for k, v in speed.items()}, "share_of_base": {k: round(statistics.median(v) / base, 3) for k, v in speed.items()},
         "eager_steps": core.trace.counters.get("eager_steps", 0)}
     print(json.dumps(out, indent=1))
