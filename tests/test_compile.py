@@ -21,6 +21,7 @@ def compile_all() -> None:
     from llminfer.request import SamplingParams
     from llminfer.runner import DecodeState, Ring
     from llminfer.sampling import SamplerState
+    def dense(weight: torch.Tensor, bias: torch.Tensor | None = None, name: str = "") -> Dense: return Dense(weight, bias, name)
     kernels.fused_available = lambda model, device: (True, "")
     layers.pdl_works = lambda device: True
     tails = [SamplingParams(temperature=0), SamplingParams(temperature=.8), SamplingParams(temperature=.8, top_p=.9, min_p=.1),
@@ -28,7 +29,7 @@ def compile_all() -> None:
     for name, (V, D, F, H, G, E) in SHAPES.items():
         c = ModelConfig("qwen3", V, D, F, 2, H, G, E, rope_theta=1e6, qk_norm=True, tie_embeddings=True, max_position_embeddings=4096)
         model = Transformer.from_tensors(c, {k: torch.empty(s, dtype=torch.bfloat16) for k, s in tensor_shapes(c).items()}, torch.bfloat16, "cpu",
-                                         linear=lambda weight, bias=None, name="": Dense(weight, bias, name))
+                                         linear=dense)
         for B in (1, 2, 8, 64, 256):
             st, kv = DecodeState(B, 1024, 16, "cpu"), KVPool(2, 65, 16, G, E, torch.bfloat16, "cpu")
             sampler, ring, rows = SamplerState(B + 1, V, "cpu"), Ring(8, B, torch.device("cpu")), torch.arange(B)
