@@ -11,7 +11,7 @@ from llminfer.dashboard import Frame, Play, Tail, controls, dashboard_routes, ev
 from llminfer.events import StepReplay
 from llminfer.loading import make_tiny
 from llminfer.request import GenerationRequest
-from llminfer.tracing import Trace
+from llminfer.tracing import Trace, inject
 from support.browser import chromium
 from support.engines import tiny_engine
 
@@ -240,7 +240,7 @@ def test_the_stream_says_old_things_then_new_ones_and_gives_signs_of_life() -> N
 # --- notebooks ---------------------------------------------------------------------------------------------------------------------------
 
 def test_watch_an_engine_answer_and_stop() -> None:
-    e = tiny_engine(max_model_len=256)
+    e = tiny_engine(max_model_len=256, speculative_num_assistant_tokens=0)
     try:
         w = watch(e, [GenerationRequest(prompt="hello", max_new_tokens=20, ignore_eos=True) for _ in range(3)], rich=False)
         results = w.sync()
@@ -252,7 +252,7 @@ def test_watch_an_engine_answer_and_stop() -> None:
             if next(ticks, None) is None and not w.stopped: raise KeyboardInterrupt    # as a kernel's interrupt
             return real()
         w.tick = tick  # type: ignore[method-assign]
-        [r] = w.sync()
+        with inject("model.forward", lambda **k: time.sleep(0.01), times=10 ** 6): [r] = w.sync()     # 240 tokens take a while
         assert w.stopped and r.finish_reason == "abort" and len(r.token_ids) < 240
         with pytest.raises(ConfigError, match="keeps no event log"): watch(type("E", (), {"backend": type("B", (), {"name": "upstream"})()})(), [])
     finally: e.unload()
