@@ -27,7 +27,7 @@ except ImportError:   # a machine without Triton can import this module
 __all__ = ['WHOLE', 'piece', 'row_kernel', 'merged', 'merge_kernel', 'RowShape', 'row_shape', 'PartShape', 'part_shape',
            'RowCall', 'row_product', 'pdl_works', 'pdl_launch', 'turned_tile', 'lanes', 'parts_kernel', 'leave_part',
            'attend_parts', 'embed_kernel', 'last_norm_kernel', 'tile_kernel', 'TileShape', 'tile_shape', 'TileCall',
-           'tile_product', 'LayerProgram', 'start', 'end', 'rows_step', 'tiles_step']
+           'tile_product', 'LayerProgram', 'embed_rows', 'last_norm', 'rows_step', 'tiles_step']
 
 # %% ../nbs/15a_layers.ipynb #9e86a27b
 @jit
@@ -36,6 +36,7 @@ def piece(w, r, n, at, K: constexpr, BK: constexpr):
     i = at + tl.arange(0, BK)[None, :]
     return tl.load(w + r.to(tl.int64) * K + i, mask=(r < n) & (i < K), other=0.0)
 
+# %% ../nbs/15a_layers.ipynb #6c9a3b55
 @jit
 def row_kernel(x, w, bias, norm, out, N, eps, B: constexpr, K: constexpr, ROWS: constexpr, BK: constexpr, NC: constexpr, NORM: constexpr,
                PAIR: constexpr, ADD: constexpr, BIAS: constexpr, PDL: constexpr):
@@ -368,10 +369,10 @@ class LayerProgram(FusedProgram):
         fault_point("model.forward", n_tokens=B)
         return (rows_step if few else tiles_step)(self, ids, at)
 
-# %% ../nbs/15a_layers.ipynb #4b83f704
+# %% ../nbs/15a_layers.ipynb #c76362db
 WHOLE = (64, 130)   # heads of a batch: about as many programs as processors, so attention is not split
 
-def start(p: LayerProgram, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]: # x [T, D] fp32, h [T, D], squares [1, T]
+def embed_rows(p: LayerProgram, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]: # x [T, D] fp32, h [T, D], squares [1, T]
     "The embedding, as the first layer wants it."
     m, T, D = p.model, ids.shape[0], p.model.config.hidden_size
     h = torch.empty(T, D, dtype=m.dtype, device=ids.device)
@@ -379,7 +380,7 @@ def start(p: LayerProgram, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]: # x [T
     embed_kernel[(T,)](m.embed, ids, m.layers[0].attn_norm, x, h, squares, D=D, BLOCK=pow2(D), num_warps=4)
     return x, h, squares
 
-def end(p: LayerProgram, x: Tensor, h: Tensor) -> Tensor: # h
+def last_norm(p: LayerProgram, x: Tensor, h: Tensor) -> Tensor: # h
     "The final norm."
     T, D = x.shape
     last_norm_kernel[(T,)](x, p.model.norm, h, p.model.config.norm_eps, D=D, BLOCK=pow2(D), num_warps=4)
@@ -390,7 +391,7 @@ def rows_step(p: LayerProgram, ids: Tensor, at: Places) -> Tensor: # [B, D], aft
     "All layers for a few rows."
     m, c, B = p.model, p.model.config, ids.shape[0]
     shape = p.shapes.get("parts") or part_shape(B, c.n_heads, c.head_dim)
-    call, (x, h, _), S = RowCall(B, c.norm_eps, p.pdl, c.head_dim, shape, p.shapes), start(p, ids), shape.S
+    call, (x, h, _), S = RowCall(B, c.norm_eps, p.pdl, c.head_dim, shape, p.shapes), embed_rows(p, ids), shape.S
     new = lambda *s: torch.empty(s, dtype=torch.float32, device=x.device)
     qkv, stat = new(B, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim), new(B, c.n_heads, S)
     part = torch.empty(B, c.n_heads, S, c.head_dim, dtype=m.dtype, device=x.device)
@@ -401,13 +402,13 @@ def rows_step(p: LayerProgram, ids: Tensor, at: Places) -> Tensor: # [B, D], aft
         row_product(call, "o", part, layer.o, x, stat=stat)
         row_product(call, "gate_up", x, layer.gate_up, f, layer.mlp_norm)
         row_product(call, "down", f, layer.down, x)
-    return end(p, x, h)
+    return last_norm(p, x, h)
 
 # %% ../nbs/15a_layers.ipynb #5a614035
 def tiles_step(p: LayerProgram, ids: Tensor, at: Places) -> Tensor: # [T, D], after the final norm
     "All layers for tiles of rows; with a program a head for most of a GPU, attention needs no splits."
     m, c, T = p.model, p.model.config, ids.shape[0]
-    x, h, squares = start(p, ids)
+    x, h, squares = embed_rows(p, ids)
     call, new = TileCall(T, c.norm_eps, p.pdl, x, p.shapes), lambda n: torch.empty(T, n, dtype=m.dtype, device=x.device)
     qkv, f = new((c.n_heads + 2 * c.n_kv_heads) * c.head_dim), new(c.intermediate_size)
     o, stat, whole = new(c.n_heads * c.head_dim), x.new_empty(T * c.n_heads), None
@@ -421,4 +422,4 @@ def tiles_step(p: LayerProgram, ids: Tensor, at: Places) -> Tensor: # [T, D], af
         squares = tile_product(call, "o", o, layer.o, h, norm=layer.mlp_norm)
         tile_product(call, "gate_up", h, layer.gate_up, f, squares)
         squares = tile_product(call, "down", f, layer.down, h, norm=norm)
-    return end(p, x, h)
+    return last_norm(p, x, h)
