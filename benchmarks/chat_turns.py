@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 import llminfer
+from llminfer.artifacts import cpu_name
 from llminfer.chat import Chat
 from llminfer.config import CacheConfig, EngineConfig
 from llminfer.engine import InferenceEngine
@@ -84,8 +85,7 @@ def main():
 
 
 def environment():
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), platform.processor())
-    return {"cpu": cpu, "cores": psutil.cpu_count(), "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1), "python": platform.python_version(),
+    return {"cpu": cpu_name(), "cores": psutil.cpu_count(), "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1), "python": platform.python_version(),
             "torch": torch.__version__, "llminfer": llminfer.__version__, "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 

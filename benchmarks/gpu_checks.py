@@ -4,7 +4,7 @@
 
 - products: our one-row product against cuBLAS for every matrix of three shapes, weights cold, inside a CUDA graph
 - sampled: decoding with temperature, top-k, top-p and penalties against greedy decoding, the same engine, alternating
-- start-up: process start to the first token, with Triton's kernel cache filled and empty
+- start_up: process start to the first token, with Triton's kernel cache filled and empty
 """
 from __future__ import annotations
 import argparse, json, os, shutil, statistics, subprocess, sys, tempfile, time
@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 import torch
 import triton
+from gpu_shapes import SHAPES, write_model
 from llminfer.assembly import build_core
 from llminfer.config import EngineConfig
 from llminfer.core import CoreConfig, generate
@@ -20,11 +21,7 @@ from llminfer.loading import load_model
 from llminfer.model import Dense, ModelConfig
 from llminfer.request import SamplingParams
 
-sys.path.insert(0, str(Path(__file__).parent))
-from gpu_shapes import SHAPES, write_model
-
 START = """
-import time; t = time.time()
 import torch
 from llminfer.assembly import build_core
 from llminfer.config import EngineConfig
@@ -104,7 +101,7 @@ def main() -> None:
     ap = argparse.ArgumentParser()
     ap.add_argument("--out", default="gpu_checks.json")
     ap.add_argument("--commit", default="")
-    ap.add_argument("--only", nargs="+", default=["products", "start_up", "sampled"])
+    ap.add_argument("--only", nargs="+", default=["products", "start_up", "sampled"], choices=["products", "start_up", "sampled"])
     a = ap.parse_args()
     env = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": a.commit, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     record = {"kind": "gpu_checks", "environment": env}

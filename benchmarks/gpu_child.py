@@ -44,7 +44,7 @@ def path_of(core: Any) -> dict[str, Any]:
            "counters": dict(core.trace.counters) | dict(getattr(getattr(r, "trace", None), "counters", {}))}
     if hasattr(r, "graphs"): out |= {"graphs": len(r.graphs), "graphs_failed": len(r.failed), "capture_s": round(r.capture_s, 2)}
     for owner in (core, r, r.program):
-        if callable(info := getattr(owner, "info", None)): out["info"] = json.loads(json.dumps(info(), default=str))
+        if callable(info := getattr(owner, "info", None)): out["info"] = out.get("info", {}) | json.loads(json.dumps(info(), default=str))
     return out
 
 

@@ -27,7 +27,8 @@ from llminfer.runner import DecodeState, Ring, TorchProgram, finish_step
 from llminfer.sampling import SamplerState
 from llminfer.splitkv import attend_shape
 
-SHAPES = {"esme-214m": (32768, 768, 2048, 30, 12, 4, 64), "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128)}
+SHAPES = {"esme-214m": (32768, 768, 2048, 30, 12, 4, 64), "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128),
+          "qwen3-8b": (151936, 4096, 12288, 36, 32, 8, 128)}
 GREEDY = variant_of(SamplingParams(temperature=0))
 
 
@@ -224,9 +225,15 @@ def tails(batches, sweep):
     return rows
 
 
+def write_record(out, kind, rows, **more):
+    "Write a table and the machine that it was measured on."
+    env = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__}
+    Path(out).write_text(json.dumps({"kind": kind, "date": datetime.now(UTC).date().isoformat(), "environment": env} | more | {"rows": rows}, indent=1) + "\n")
+
+
 def main():
     ap = argparse.ArgumentParser()
-    ap.add_argument("--models", nargs="+", default=list(SHAPES))
+    ap.add_argument("--models", nargs="+", default=["esme-214m", "qwen3-0.6b"], choices=list(SHAPES))
     ap.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     ap.add_argument("--context", type=int, default=320)
     ap.add_argument("--parts", action="store_true")
@@ -239,9 +246,7 @@ def main():
     for name in [] if a.tails else a.models:
         models = build(name)
         rows += [measure(name, *models, B, a.context, a.parts) for B in a.batches]
-    env = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__}
-    record = {"kind": "tails" if a.tails else "kernels", "date": datetime.now(UTC).date().isoformat(), "environment": env, "rows": rows}
-    Path(out).write_text(json.dumps(record, indent=1))
+    write_record(out, "tails" if a.tails else "kernels", rows)
 
 
 if __name__ == "__main__": main()

@@ -4,20 +4,15 @@
 
 `--tune` tries other launches of each product, one kind after the other, on the whole step, and keeps the best."""
 import argparse
-import json
 import os
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 import torch
-import triton
 import kernel_table as T
 from llminfer import layers as L
-from kernel_table import SHAPES, World, distance, full_step, time_step
+from kernel_table import World, distance, full_step, time_step
 from llminfer.kernels import FusedProgram
 from llminfer.layers import LayerProgram, PartShape, RowShape, TileShape, tile_shape
 
-SHAPES["qwen3-8b"] = (151936, 4096, 12288, 36, 32, 8, 128)
 ROWS = {"qkv": [(8, 4, 256), (4, 4, 256), (16, 16, 256), (8, 8, 512)], "o": [(8, 8, 256), (2, 2, 256), (4, 8, 512), (8, 4, 256)],
         "gate_up": [(8, 8, 256), (16, 8, 256), (8, 16, 512), (4, 8, 512)], "down": [(2, 2, 256), (4, 8, 512), (8, 8, 256), (2, 4, 512), (4, 4, 512)],
         "parts": [(8, 64, 8), (4, 64, 16), (4, 128, 16), (16, 32, 8), (8, 32, 8)]}
@@ -119,7 +114,7 @@ def measure(name, model, exact, B, context, tuned, parts, deadline):
 
 def main():
     ap = argparse.ArgumentParser()
-    ap.add_argument("--models", nargs="+", default=["esme-214m", "qwen3-0.6b"])
+    ap.add_argument("--models", nargs="+", default=["esme-214m", "qwen3-0.6b"], choices=list(T.SHAPES))
     ap.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     ap.add_argument("--context", type=int, default=320)
     ap.add_argument("--tune", nargs="*", type=int, default=[], help="batches")
@@ -135,8 +130,7 @@ def main():
             try: rows.append(measure(name, *models, B, a.context, B in a.tune, a.parts, deadline))
             except Exception as e: print("FAILED", name, B, type(e).__name__, str(e)[:2000], flush=True)
         del models
-    env = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__}
-    Path(a.out).write_text(json.dumps({"kind": "layers", "date": datetime.now(UTC).date().isoformat(), "environment": env, "rows": rows}, indent=1))
+    T.write_record(a.out, "layers", rows)
 
 
 if __name__ == "__main__": main()

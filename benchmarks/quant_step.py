@@ -5,14 +5,10 @@
 `ratio`: how many times faster than our own bf16 step of the same model, batch and context. `--tune` tries other launches of each product on the whole step.
 Where bitsandbytes is installed, its NF4 products of one layer are timed beside ours."""
 import argparse
-import json
 import os
-from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 import torch
-import triton
 import kernel_table as T
 from kernel_table import World, distance, full_step, time_step
 from llminfer.layers import LayerProgram
@@ -20,7 +16,6 @@ from llminfer.model import Layer, Transformer
 from llminfer.quant_kernels import QuantShape, accelerate, fast_product, quant_shape
 from llminfer.quantization import QuantPlan, expanded, products, quantise_linear
 
-T.SHAPES["qwen3-8b"] = (151936, 4096, 12288, 36, 32, 8, 128)
 KINDS = {"nf4": QuantPlan("nf4"), "nf4-single": QuantPlan("nf4", double_quant=False), "fp4": QuantPlan("fp4"), "int4": QuantPlan("int4"), "int4-zeros": QuantPlan("int4", symmetric=False),
          "int8": QuantPlan("int8"), "fp8": QuantPlan("fp8"), "w8a8": QuantPlan("fp8", w8a8_rows=32)}
 TRIED = ((1, 512, 1, 4), (2, 512, 1, 4), (4, 512, 1, 4), (8, 512, 1, 4), (2, 512, 3, 4), (2, 1024, 1, 8), (4, 1024, 1, 8), (4, 256, 2, 2), (2, 256, 4, 2), (1, 256, 4, 2))
@@ -67,7 +62,7 @@ def by_bitsandbytes(model, B, w):
 @torch.inference_mode()
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--models", nargs="+", default=["qwen3-8b", "esme-214m"])
+    ap.add_argument("--models", nargs="+", default=["qwen3-8b", "esme-214m"], choices=list(T.SHAPES))
     ap.add_argument("--kinds", nargs="+", default=["nf4", "int4", "fp8", "int8"], choices=list(KINDS))
     ap.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     ap.add_argument("--context", type=int, default=320)
@@ -102,8 +97,7 @@ def main():
             del q, exact
             torch.cuda.empty_cache()
         del model
-    env = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__}
-    Path(a.out).write_text(json.dumps({"kind": "quant_step", "date": datetime.now(UTC).date().isoformat(), "environment": env, "context": a.context, "rows": rows}, indent=1) + "\n")
+    T.write_record(a.out, "quant_step", rows, context=a.context)
 
 
 if __name__ == "__main__": main()

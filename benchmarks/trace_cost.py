@@ -1,12 +1,14 @@
-"""What the event log costs a token: tracing off, and on, the same requests; a tiny model with 8 rows, or any model on any device.
+"""What the event log costs a token: tracing off, and on, the same requests; a tiny model and the demo model, or any model on any device.
 
-    python benchmarks/trace_cost.py [--model demo] [--device cuda] [--window 8] [--rounds 7]
+    OMP_NUM_THREADS=1 python benchmarks/trace_cost.py [--models tiny demo] [--windows 1 8] [--device cuda] [--rounds 7] [--out FILE]
 """
 from __future__ import annotations
 import argparse, json, statistics, tempfile, time
 from pathlib import Path
 from typing import Any
 import numpy as np
+import torch
+from llminfer.artifacts import environment
 from llminfer.core import CoreConfig, EngineCore, generate, make_core
 from llminfer.loading import load_model, make_tiny, open_checkpoint
 from llminfer.request import SamplingParams
@@ -32,18 +34,28 @@ def measure(model: Any, rows: int, n: int, rounds: int, window: int) -> dict[str
         trace.events.clear()
         (on if trace.enabled else off).append(tokens_a_second(core, prompts, n))
     ratio = statistics.median(b / a for a, b in zip(off, on))
-    return {"rows": rows, "window": window, "rounds": rounds, "off_tok_s": round(statistics.median(off), 1), "on_tok_s": round(statistics.median(on), 1),
-        "cost_percent": round(100 * (1 - ratio), 2), "events_a_step": round(trace.n_emitted / max(1, rounds * n), 2)}
+    tok_s = {k: [round(x, 2) for x in v] for k, v in (("off", off), ("on", on))}
+    return {"rows": rows, "window": window, "tok_s": tok_s, "cost_percent": round(100 * (1 - ratio), 2), "events_a_token": round(trace.n_emitted / (rounds * n * rows), 3)}
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--model", default="tiny"); p.add_argument("--device", default="cpu"); p.add_argument("--rows", type=int, default=8); p.add_argument("--tokens", type=int, default=128)
-    p.add_argument("--rounds", type=int, default=7); p.add_argument("--window", type=int, default=1)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--models", nargs="+", default=["tiny", "demo"])
+    p.add_argument("--windows", nargs="+", type=int, default=[1, 8])
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--rows", type=int, default=8)
+    p.add_argument("--tokens", type=int, default=128)
+    p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--out", default=str(Path(__file__).parent / "records/trace_cost.json"))
     a = p.parse_args()
-    with tempfile.TemporaryDirectory() as d:
-        name = str(make_tiny(Path(d) / "tiny", "llama", 0)) if a.model == "tiny" else a.model
-        import torch
-        model = load_model(open_checkpoint(name), torch.float32 if a.device == "cpu" else torch.bfloat16, torch.device(a.device))
-        print(json.dumps({"model": a.model, "device": a.device, **measure(model, a.rows, a.tokens, a.rounds, a.window)}))
+    rows = []
+    for name in a.models:
+        with tempfile.TemporaryDirectory() as d:
+            ckpt = open_checkpoint(str(make_tiny(Path(d) / "tiny", "llama", 0)) if name == "tiny" else name)
+            model = load_model(ckpt, torch.float32 if a.device == "cpu" else torch.bfloat16, torch.device(a.device))
+            for window in a.windows:
+                rows.append({"model": name, **measure(model, a.rows, a.tokens, a.rounds, window)})
+                print(f"{name}, window {window}: {rows[-1]['cost_percent']} percent", flush=True)
+    record = {"kind": "trace_cost", "device": a.device, "new_tokens": a.tokens, "environment": environment(), "rows": rows}
+    Path(a.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 if __name__ == "__main__": main()

@@ -17,8 +17,8 @@ from .config import short_repr
 from .model import Transformer
 
 # %% auto #0
-__all__ = ['BASE', 'ADAPTER_FILES', 'Twin', 'Entry', 'Lease', 'AdapterBooks', 'Adapters', 'install', 'leave', 'fill_slot',
-           'forget_steps', 'unload', 'empty', 'adapters_info']
+__all__ = ['BASE', 'ADAPTER_FILES', 'Twin', 'Entry', 'Lease', 'Leases', 'AdapterBooks', 'Adapters', 'install', 'leave',
+           'fill_slot', 'forget_steps', 'unload', 'empty', 'adapters_info']
 
 # %% ../nbs/18a_adapter_books.ipynb #e9b95865
 class Twin:
@@ -60,7 +60,7 @@ class Entry:
 
 class Lease:
     "A request's hold on its adapter: while it lives the slot is not given to another."
-    def __init__(self, books: AdapterBooks | None, entry: Entry): self.books, self.entry = books, entry
+    def __init__(self, books: Leases | None, entry: Entry): self.books, self.entry = books, entry
     @property
     def slot(self) -> int: return self.entry.slot
     @property
@@ -75,9 +75,9 @@ class Lease:
         books, self.books = self.books, None
         if books is not None: books.give_back(self.entry)
 
-# %% ../nbs/18a_adapter_books.ipynb #9ecb4f50
-class AdapterBooks:
-    "Which adapter is where, and who uses it. Its calls may come from any thread."
+# %% ../nbs/18a_adapter_books.ipynb #9f358b7a
+class Leases:
+    "Who holds which adapter. Its calls may come from any thread."
     def __init__(self, most: int): # adapters at once
         self.most, self.names, self.active = most, dict[str, Entry](), None  # type: int, dict[str, Entry], str | None
         self.taken: dict[int, Entry] = {}          # slot -> who has it, those that leave included
@@ -110,6 +110,9 @@ class AdapterBooks:
         if self.taken.get(e.slot) is e: del self.taken[e.slot]
         self.cond.notify_all()
 
+# %% ../nbs/18a_adapter_books.ipynb #9ecb4f50
+class AdapterBooks(Leases):
+    "Which adapter is where, and which one requests have that name none."
     def check(self, name: str | None) -> None:
         "Raise `AdapterError` if a request names an adapter that is not there."
         if name not in (None, BASE): self.find(str(name))

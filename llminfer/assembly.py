@@ -129,9 +129,10 @@ def choose_kernels(cfg: EngineConfig, model: CausalModel) -> tuple[bool, str]: #
             "change one of them")
     if "torch" in (cfg.kernels, cfg.attention_backend): return False, "as asked"
     ok, why = fused_available(model, model.device)
-    if ok and (asked or model.device.type == "cuda") and (broken := kernel_trial(model.device)): ok, why = False, broken
+    wanted = bool(asked) or model.device.type == "cuda"
+    if ok and wanted and (broken := kernel_trial(model.device)): ok, why = False, broken
     if asked and not ok: raise ConfigError(f"{asked}={getattr(cfg, asked)!r} cannot run here: {why}; choose auto or torch")
-    return ok and bool(asked or model.device.type == "cuda"), why
+    return ok and wanted, why
 
 # %% ../nbs/20a_assembly.ipynb #82c0eeb9
 def choose_parts(cfg: EngineConfig, model: CausalModel) -> Parts:

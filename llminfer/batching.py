@@ -24,8 +24,8 @@ from .sequences import (END_REASONS, Draft, Flight, Pilot, SchedulerConfig, Sequ
     queue_key, score_list, token_logprobs)
 
 # %% auto #0
-__all__ = ['Books', 'Rows', 'Lives', 'Preempting', 'Aborting', 'Masking', 'Continuing', 'Seating', 'Prefilling', 'Admitting',
-           'Sealing', 'Planning', 'Landing', 'Committing', 'Door', 'Scheduler']
+__all__ = ['Books', 'Rows', 'Lives', 'Preempting', 'Aborting', 'Asking', 'Masking', 'Continuing', 'Seating', 'Prefilling',
+           'Admitting', 'Sealing', 'Planning', 'Landing', 'Taking', 'Committing', 'Door', 'Scheduler']
 
 # %% ../nbs/11_batching.ipynb #12d70a46
 class Books:
@@ -157,9 +157,9 @@ class Aborting(Preempting):
             if s is None or s.deadline is None or s.deadline > now: continue
             if delta := self.abort(seq_id): self._deltas.append(delta)
 
-# %% ../nbs/11_batching.ipynb #894542d2
-class Masking(Aborting):
-    "Masks of sequences that have a matcher."
+# %% ../nbs/11_batching.ipynb #6d733c24
+class Asking(Aborting):
+    "Masks are asked for and come in."
     def _ask(self, s: Sequence) -> None:
         "Begin the mask of the token at index n."
         assert s.matcher is not None
@@ -188,6 +188,9 @@ class Masking(Aborting):
         "Whether a waiting sequence, and who forks from it, could draw a token."
         return self.n_masked == 0 or all(q.matcher is None or q.words is not None for q in (s, *s.children))
 
+# %% ../nbs/11_batching.ipynb #894542d2
+class Masking(Asking):
+    "What a window may bring rows with and without a matcher."
     def _join(self, d: Draft, s: Sequence) -> None:
         "A row decodes in the window."
         s.last_window = d.window_id
@@ -230,7 +233,7 @@ class Continuing(Masking):
         size, D = self.cfg.block_size, self.pilot.choose(rows) if self.cfg.draft else 0
         if len(rows) * n_blocks_for(K * (D + 1), size) <= self.pool.n_available: return K, D
         def missing(K: int, D: int) -> int:
-            return sum(max(0, n_blocks_for(min(s.limit, s.top + K * (min(s.draft, D) + 1)), size) - s.n_blocks) for s in rows)
+            return sum(max(0, n_blocks_for(min(s.limit, s.top + self._reach(s, K, D)), size) - s.n_blocks) for s in rows)
         if D and missing(K, D) > self.pool.n_available:
             D = 0
             self.trace.count("windows_unguessed")
@@ -341,6 +344,8 @@ class Sealing(Admitting):
     "From a draft to a plan."
     def _seal(self, d: Draft) -> Plan:
         "Advance the launched clock, and turn the draft into arrays."
+        if d.draft and (n := len(d.rows)):   # guesses take what prompts have left of the step
+            d.draft = self.pilot.fit(d.draft, min(d.budget, self.cfg.max_num_batched_tokens - n) // n)
         K = min(d.K, max((min(s.limit - s.launched, self._quota(s, d.K)) for s in d.rows), default=0))
         rows, quotas = np.array([s.row for s in d.rows], np.int32), None
         if any(s.matcher for s in d.rows): quotas = np.array([self._quota(s, K) for s in d.rows], np.int32)
@@ -356,10 +361,8 @@ class Sealing(Admitting):
         if d.draft and K: variant = replace(variant, draft=d.draft)
         if any(s.lora for s, _ in d.chunks): variant = replace(variant, lora=True)      # of a prompt's middle too
         f.members = list({s.seq_id: (s, s.generation) for s in (*joined, *(s for s, _ in d.chunks))}.values())
-        f.kills = sorted(self._kills.difference(i.row for i in d.inits))
-        self._kills.clear()
-        self.flights.append(f)
-        self.next_window += 1
+        f.kills, self._kills = sorted(self._kills.difference(i.row for i in d.inits)), set()
+        self.flights.append(f); self.next_window += 1
         plan = Plan(d.window_id, variant, K, rows, quotas, max((s.launched - 1 for s in d.rows), default=0),
             d.inits, f.kills, d.patches, d.copies, [c for _, c in d.chunks], self._masks(d))
         self._record(plan)
@@ -433,9 +436,9 @@ class Landing(Planning):
         d.prompt_logprobs, s.scores = [None, *s.scores], None
         if s.ended: self._finish(s, s.ended, d)
 
-# %% ../nbs/11_batching.ipynb #0d6cc3d7
-class Committing(Landing):
-    "`commit(harvest)`: what the device has done."
+# %% ../nbs/11_batching.ipynb #fa8bb633
+class Taking(Landing):
+    "Tokens that have arrived go to their sequences."
     def _count_guesses(self, s: Sequence, tried: np.ndarray, emit: np.ndarray, d: SeqDelta) -> None:
         "Guesses of a row: tried [steps], and emitted [steps, D + 1]."
         n, right = int(tried.sum()), int(emit[:, 1:].sum())
@@ -445,6 +448,32 @@ class Committing(Landing):
         self.pilot.note(s, int(emit[:, 0].sum()), right)
         if n: self.trace.count("draft_tokens", n); self.trace.count("accepted_tokens", right)
 
+    def _take_tokens(self, f: Flight, h: Harvest, news: dict[int, SeqDelta]) -> None:
+        mine = h.generation == self.gens[:, None]
+        emit = h.emit & mine
+        counts = emit.sum((0, 2))
+        status = np.where(mine, h.status, 0).max((0, 2))
+        flat = h.tokens.transpose(1, 0, 2)[emit.transpose(1, 0, 2)]      # row by row, in the order of steps
+        f.left -= counts
+        hot = np.flatnonzero((counts > 0) | (status > RowStatus.LIVE))
+        size, stops = self.cfg.block_size, np.cumsum(counts)[hot]
+        for r, a, b, st in zip(hot.tolist(), (stops - counts[hot]).tolist(), stops.tolist(), status[hot].tolist()):
+            s = self.owner[r]
+            assert s is not None
+            d = news[s.seq_id] = self._delta(s, flat[a:b])
+            if b > a:
+                s.ids[s.n:s.n + b - a] = d.tokens
+                s.n += b - a
+                s.n_valid = s.n - 1
+                if s.params.logprobs >= 0 and h.logprobs is not None: d.logprobs = token_logprobs(h, r, emit[:, r], s.params.logprobs)
+                if h.drafted is not None: self._count_guesses(s, h.drafted[:, r], emit[:, r], d)
+            if st > RowStatus.LIVE and s.scores is None: self._finish(s, st, d)
+            elif st > RowStatus.LIVE: s.ended = st                           # when the scores of its prompt are here
+            elif s.matcher is not None or s.n_valid // size > s.n_registered: self._go_on(s, b > a)
+
+# %% ../nbs/11_batching.ipynb #0d6cc3d7
+class Committing(Taking):
+    "`commit(harvest)`: what the device has done."
     def commit(self,
         h: Harvest,        # of the oldest window in flight; may come in several parts
         now: float = 0.0,  # seconds
@@ -461,30 +490,6 @@ class Committing(Landing):
         if len(h.tokens): self._take_tokens(f, h, news)
         if h.done: self._land(f, h, news)
         return self.drain_deltas() + list(news.values())
-
-    def _take_tokens(self, f: Flight, h: Harvest, news: dict[int, SeqDelta]) -> None:
-        mine = h.generation == self.gens[:, None]
-        emit = h.emit & mine
-        counts = emit.sum((0, 2))
-        status = np.where(mine, h.status, 0).max((0, 2))
-        flat = h.tokens.transpose(1, 0, 2)[emit.transpose(1, 0, 2)]      # row by row, in the order of steps
-        f.left -= counts
-        hot = np.flatnonzero((counts > 0) | (status > RowStatus.LIVE))
-        size, stops = self.cfg.block_size, np.cumsum(counts)[hot]
-        for r, a, b, st in zip(hot.tolist(), (stops - counts[hot]).tolist(), stops.tolist(), status[hot].tolist()):
-            s = self.owner[r]
-            assert s is not None
-            d = news[s.seq_id] = SeqDelta(s.seq_id, flat[a:b], cached_tokens=s.cached_tokens, n_preemptions=s.n_preemptions,
-                drafted=s.drafted, accepted=s.accepted)
-            if b > a:
-                s.ids[s.n:s.n + b - a] = d.tokens
-                s.n += b - a
-                s.n_valid = s.n - 1
-                if s.params.logprobs >= 0 and h.logprobs is not None: d.logprobs = token_logprobs(h, r, emit[:, r], s.params.logprobs)
-                if h.drafted is not None: self._count_guesses(s, h.drafted[:, r], emit[:, r], d)
-            if st > RowStatus.LIVE and s.scores is None: self._finish(s, st, d)
-            elif st > RowStatus.LIVE: s.ended = st                           # when the scores of its prompt are here
-            elif s.matcher is not None or s.n_valid // size > s.n_registered: self._go_on(s, b > a)
 
 # %% ../nbs/11_batching.ipynb #5bdbe5f5
 class Door(Committing):
@@ -511,13 +516,10 @@ class Door(Committing):
         limits, rules = check_room(n, params, cfg, self.pool.n_blocks - 1), matchers or [None] * len(params)
         params = [params[0], *(replace(p, prompt_logprobs=-1) for p in params[1:])]
         made = [Sequence(i, p, np.concatenate([prompt, np.zeros(limit - n, np.int32)]), n, n, limit, key, priority, arrival, deadline,
-            defer_register, matcher=m if limit > n else None, lora=lora,
-            draft=0 if m or not cfg.draft else cfg.guesses(p))
+            defer_register, matcher=m if limit > n else None, lora=lora, draft=0 if m else cfg.guesses(p))
             for i, p, limit, m in zip(seq_ids, params, limits, rules)]
-        if params[0].prompt_logprobs >= 0: made[0].scores = []
-        if n == 1 and made[0].scores is not None:                   # a first token has no score
-            made[0].scores = None
-            self._deltas.append(self._delta(made[0], prompt_logprobs=[None]))
+        if params[0].prompt_logprobs >= 0 and n > 1: made[0].scores = []
+        elif params[0].prompt_logprobs >= 0: self._deltas.append(self._delta(made[0], prompt_logprobs=[None]))   # it has no score
         busy = [s for s in made if s.n < s.limit or s.scores is not None]
         self._deltas += [self._delta(s, finish_reason="length") for s in made if s not in busy]
         for s in busy:

@@ -75,8 +75,8 @@ def check_fixed(at: Path, d: Mapping[str, Any], inner: str | None = None, **fixe
 
 # %% ../nbs/04c_bundles.ipynb #520ed7de
 CONFIG_KEYS: dict[str, type] = dict(name=str, vocab_size=int, context_length=int, embedding_dim=int, layers=int, heads=int,
-    feedforward_dim=int,
-    kv_heads=int, rope_theta=float, rms_norm_eps=float, tie_embeddings=bool, qk_norm=bool, z_loss_weight=float, attention_kind=str)
+    feedforward_dim=int, kv_heads=int, rope_theta=float, rms_norm_eps=float, tie_embeddings=bool, qk_norm=bool, z_loss_weight=float,
+    attention_kind=str)
 LEGACY = {"logit_soft_cap": 0.0, "mtp_predict_tokens": 0}   # accepted if off
 
 def check_config(d: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -101,13 +101,11 @@ def to_hf_config(c: Mapping[str, Any], ends: Iterable[int] = ()) -> dict[str, An
     "The same model in Hugging Face's words: Qwen3, or Llama where there is no norm on queries and keys."
     family, name = ("qwen3", "Qwen3ForCausalLM") if c["qk_norm"] else ("llama", "LlamaForCausalLM")
     return dict(architectures=[name], model_type=family, vocab_size=c["vocab_size"], hidden_size=c["embedding_dim"],
-        intermediate_size=c["feedforward_dim"],
-        num_hidden_layers=c["layers"], num_attention_heads=c["heads"], num_key_value_heads=c["kv_heads"],
-        head_dim=c["embedding_dim"] // c["heads"],
-        max_position_embeddings=c["context_length"], rope_theta=float(c["rope_theta"]), rms_norm_eps=float(c["rms_norm_eps"]),
-        hidden_act="silu",
-        attention_bias=False, tie_word_embeddings=c["tie_embeddings"], use_sliding_window=False, sliding_window=None,
-        eos_token_id=list(ends), bos_token_id=None, dtype="float32")
+        intermediate_size=c["feedforward_dim"], num_hidden_layers=c["layers"], num_attention_heads=c["heads"],
+        num_key_value_heads=c["kv_heads"], head_dim=c["embedding_dim"] // c["heads"], max_position_embeddings=c["context_length"],
+        rope_theta=float(c["rope_theta"]), rms_norm_eps=float(c["rms_norm_eps"]), hidden_act="silu", attention_bias=False, 
+        tie_word_embeddings=c["tie_embeddings"], use_sliding_window=False, sliding_window=None, eos_token_id=list(ends),
+        bos_token_id=None, dtype="float32")
 
 # %% ../nbs/04c_bundles.ipynb #0f824c7f
 def model_config(hf: Mapping[str, Any], at: str) -> ModelConfig:
@@ -119,9 +117,8 @@ def model_config(hf: Mapping[str, Any], at: str) -> ModelConfig:
 ROOTS = {"token_embedding.weight": EMBED, "lm_head.weight": HEAD, "final_norm.weight": NORM}
 PARTS = {"attention_norm": "input_layernorm", "feedforward_norm": "post_attention_layernorm", "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm", "feedforward.w_gate": "mlp.gate_proj", "feedforward.w_up": "mlp.up_proj",
-    "feedforward.w_down": "mlp.down_proj"}
+    "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm", "feedforward.w_gate": "mlp.gate_proj",
+    "feedforward.w_up": "mlp.up_proj", "feedforward.w_down": "mlp.down_proj"}
 
 def bundle_names(config: ModelConfig) -> dict[str, str]:
     "Name in a bundle -> Hugging Face's name, for every tensor of a model; the head is there even if it is tied."
@@ -143,8 +140,8 @@ def read_payload(path: Path) -> dict[str, Any]:
 # %% ../nbs/04c_bundles.ipynb #a03ccbd4
 def bundle_tensors(path: Path, state: Mapping[str, Any], config: ModelConfig) -> dict[str, RawTensor]:
     "A bundle's tensors under Hugging Face's names, checked; a tied head is dropped after it was compared with the embedding."
-    names, shapes, formats = bundle_names(config), tensor_shapes(config) | {HEAD: (config.vocab_size, config.hidden_size)}, {v: k for k,
-        v in FLOATS.items()}
+    names, shapes = bundle_names(config), tensor_shapes(config) | {HEAD: (config.vocab_size, config.hidden_size)}
+    formats = {v: k for k, v in FLOATS.items()}
     if more := [n for n in state if n not in names]: raise LoadError(f"{path}: tensor {short_repr(more[0])} is not part of this model")
     out = {}
     for name, new in names.items():
@@ -176,11 +173,11 @@ def role_template(
 ) -> str: # jinja
     "A chat template of one pattern a role; other roles are refused."
     parts = {role: p.partition("{content}") for role, p in patterns.items()}
-    def table(k: int) -> str: return "{" + ", ".join(f"{ascii(r)}: {ascii(p[k])}" for r, p in parts.items()) + "}"
-    after = table(2) if end is None else "{" + ", ".join(f"{ascii(r)}: {ascii(end if r == 'assistant' else p[2])}" for r,
-        p in parts.items()) + "}"
+    def jinja(texts: Mapping[str, str]) -> str: return "{" + ", ".join(f"{ascii(r)}: {ascii(t)}" for r, t in texts.items()) + "}"
+    before, after = ({role: p[k] for role, p in parts.items()} for k in (0, 2))
+    if end is not None: after |= {"assistant": end} if "assistant" in after else {}
     content = "m.content" if end is None else "(m.content | trim)"
-    return ("{%- set before = " + table(0) + " %}{% set after = " + after + " %}{% for m in messages %}"
+    return ("{%- set before = " + jinja(before) + " %}{% set after = " + jinja(after) + " %}{% for m in messages %}"
         "{% set role = 'system' if m.role == 'developer' and 'developer' not in before else m.role %}"
         "{% if role not in before %}{{ raise_exception('this model has no role ' ~ m.role) }}{% endif %}"
         "{{ before[role] ~ " + content + " ~ after[role] }}{% endfor %}"
@@ -192,8 +189,8 @@ def chat_forms(at: str, t: Any, end: str | None) -> dict[str, str]:
     if not isinstance(t, dict): raise LoadError(f"{at}: chat_template must be an object, got {short_repr(t)}")
     given = t.get("roles")
     found = given if isinstance(given, dict) else {r: t[r] for r in ROLES if r in t}
-    if not found and t.get("format",
-        "role_newline_content_newline") == "role_newline_content_newline": found = {r: r + "\n{content}\n" for r in ROLES}
+    usual = "role_newline_content_newline"
+    if not found and t.get("format", usual) == usual: found = {r: r + "\n{content}\n" for r in ROLES}
     if not found or not all(isinstance(p, str) and p.count("{content}") == 1 for p in found.values()):
         raise LoadError(f"{at}: chat_template must give each role a text with {{content}} in it, got {short_repr(t)}")
     if lacks := [r for r in ROLES if r not in found]: raise LoadError(f"{at}: chat_template has no role {lacks[0]!r}")
@@ -264,8 +261,8 @@ def open_bundle(path: str | Path) -> Bundle:
 def _check_manifest(folder: Path, m: Mapping[str, Any], needed: tuple[str, ...]) -> dict[str, Path] | None:
     "Refuse another format or version; the paths of the verified files, None if the manifest is of the time before checksums."
     at, inner = folder / "manifest.json", table(m, "model")
-    tags = [m.get(k) for k in ("format", "bundle_format", "model_format", "architecture")] + [inner.get(k) for k in ("format",
-        "architecture")]
+    tags = [d.get(k) for d, k in ((m, "format"), (m, "bundle_format"), (m, "model_format"), (m, "architecture"), (inner, "format"),
+        (inner, "architecture"))]
     tag = next((t for t in tags if t is not None), None)
     if tag != FORMAT: raise LoadError(f"{at}: format {short_repr(tag)} is not supported; {FORMAT!r} is")
     check_fixed(at, m, schema_version=1, weights_format=FORMAT, model_family="DenseBackbone")
@@ -362,16 +359,14 @@ def _json(d: Mapping[str, Any]) -> str: return json.dumps(d, indent=2, sort_keys
 
 def _llm_infer_config(c: Mapping[str, Any]) -> dict[str, Any]:
     "The config in the words of the reference engine."
-    names = dict(name="name", vocab_size="vocab_size", context_length="context_length", hidden_size="embedding_dim",
-        intermediate_size="feedforward_dim",
-        num_hidden_layers="layers", num_attention_heads="heads", num_key_value_heads="kv_heads", rms_norm_eps="rms_norm_eps",
-        rope_theta="rope_theta",
-        tie_word_embeddings="tie_embeddings", attention_kind="attention_kind", qk_norm="qk_norm", z_loss_weight="z_loss_weight")
-    return {"format": FORMAT} | {a: c[b] for a, b in names.items()}
+    other = dict(hidden_size="embedding_dim", intermediate_size="feedforward_dim", num_hidden_layers="layers", num_attention_heads="heads",
+        num_key_value_heads="kv_heads", tie_word_embeddings="tie_embeddings")
+    same = ("name", "vocab_size", "context_length", "rms_norm_eps", "rope_theta", "attention_kind", "qk_norm", "z_loss_weight")
+    return {"format": FORMAT} | {k: c[k] for k in same} | {a: c[b] for a, b in other.items()}
 
 # %% ../nbs/04c_bundles.ipynb #54719e3a
-def bundle_manifest(c: Mapping[str, Any], model: Mapping[str, str], source: str, ends: list[int], hashes: Mapping[str, str]) -> dict[str,
-    Any]:
+def bundle_manifest(c: Mapping[str, Any], model: Mapping[str, str], source: str, ends: list[int],
+        hashes: Mapping[str, str]) -> dict[str, Any]:
     "The manifest of a chat bundle."
     step, digest = 0, sha256(source.encode()).hexdigest()
     provenance = dict(source=source, modal_volume="", modal_path="", checkpoint_file="", checkpoint_sha256=digest, checkpoint_step=step,
@@ -379,21 +374,19 @@ def bundle_manifest(c: Mapping[str, Any], model: Mapping[str, str], source: str,
     chat = dict(id="esme_newline_v1", format="role_newline_content_newline", roles={r: r + "\n{content}\n" for r in ROLES},
         generation_prompt="assistant\n", add_special_tokens=False)
     return dict(schema_version=1, format=FORMAT, weights_format=FORMAT, model_family="DenseBackbone", model=dict(model),
-        model_config=dict(c),
-        llm_infer_config=_llm_infer_config(c), checkpoint_step=step, source_checkpoint=source, source_checkpoint_sha256=digest,
-        files={k: dict(path=FILES[k], sha256=hashes[k]) for k in FILES}, tokenizer=dict(path=FILES["tokenizer"],
-            format="tokenizers-json"), chat_template=chat,
-        eos_token_ids=ends, decoding=dict(eos_token_ids=ends, default_add_special_tokens=False), provenance=provenance,
-        source_manifest={}, source_best_checkpoint={}, source_eval_report={})
+        model_config=dict(c), llm_infer_config=_llm_infer_config(c), checkpoint_step=step, source_checkpoint=source,
+        source_checkpoint_sha256=digest, files={k: dict(path=FILES[k], sha256=hashes[k]) for k in FILES},
+        tokenizer=dict(path=FILES["tokenizer"], format="tokenizers-json"), chat_template=chat, eos_token_ids=ends,
+        decoding=dict(eos_token_ids=ends, default_add_special_tokens=False), provenance=provenance, source_manifest={},
+        source_best_checkpoint={}, source_eval_report={})
 
 def _payload(c: Mapping[str, Any], source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     "What goes into weights.pt; a tied head shares the embedding's storage, so it costs nothing."
     config = model_config(to_hf_config(c), "config")
     state = {a: tensors.get(b, tensors[EMBED]) for a, b in bundle_names(config).items()}
-    return dict(format_version=1, format=FORMAT, key_format=FORMAT, metadata=dict(key_format=FORMAT, state_dict_key="state_dict",
-        target="llm-infer"),
-        state_dict_key="state_dict", model_config=dict(c), llm_infer_config=_llm_infer_config(c), state_dict=state, checkpoint_step=0,
-        source_checkpoint=source,
+    return dict(format_version=1, format=FORMAT, key_format=FORMAT, state_dict_key="state_dict",
+        metadata=dict(key_format=FORMAT, state_dict_key="state_dict", target="llm-infer"), model_config=dict(c),
+        llm_infer_config=_llm_infer_config(c), state_dict=state, checkpoint_step=0, source_checkpoint=source,
         source_checkpoint_sha256=sha256(source.encode()).hexdigest())
 
 # %% ../nbs/04c_bundles.ipynb #afd72119
@@ -448,8 +441,8 @@ def write_bundle(
             name = f"Esme-{c['name']}-Chat"
             model = dict(dict(id=name.lower(), name=name, stage="dpo") if model is None else model)
             readme = f"# {model['name']}\n\nA bundle in the format `{FORMAT}`, made by {source}.\n"
-            for key, text in (("config", _json(c)), ("tokenizer", tokenizer), ("readme", readme)): (new / FILES[key]).write_text(text,
-                "utf-8")
+            for key, text in (("config", _json(c)), ("tokenizer", tokenizer), ("readme", readme)):
+                (new / FILES[key]).write_text(text, "utf-8")
             hashes = {k: file_sha256(new / f) for k, f in FILES.items()}
             (new / "manifest.json").write_text(_json(bundle_manifest(c, model, source, list(eos_token_ids), hashes)), "utf-8")
             _move(new, at)
@@ -487,9 +480,8 @@ def bundle_to_hf(
     shutil.copyfile(b.tokenizer, out / "tokenizer.json")
     end = token_text(b.tokenizer, b.eos_token_ids[0]) if b.eos_token_ids else None
     tok = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=b.chat_templates[form], eos_token=end,
-        clean_up_tokenization_spaces=False,
-        model_max_length=b.config.max_position_embeddings)
+        clean_up_tokenization_spaces=False, model_max_length=b.config.max_position_embeddings)
     generation = dict(eos_token_id=list(b.eos_token_ids) or None)
-    for name, d in (("config.json", b.hf_config), ("tokenizer_config.json", tok),
-        ("generation_config.json", generation)): (out / name).write_text(_json(d), "utf-8")
+    for name, d in (("config.json", b.hf_config), ("tokenizer_config.json", tok), ("generation_config.json", generation)):
+        (out / name).write_text(_json(d), "utf-8")
     return out

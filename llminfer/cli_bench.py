@@ -413,10 +413,10 @@ def judge(
         if problems := check_record(found[-1]): raise ConfigError(f"{p} contradicts itself: {problems[0]}")
     j = apply(r, found)
     bar = f"at least {r.at_least:g}" if r.at_least is not None else f"at most {r.at_most:g}"
-    if json_: put_json(j.to_dict() | {"bar": bar})
+    if json_: put_json(j.to_dict() | {"bar": bar, "retrospective": r.retrospective})
     else:
         print(f"{j.name}\nverdict: {j.verdict}" + (f" ({j.why})" if j.why else ""))
-        late = " (written after the run)" if r.retrospective else ""
-        predicted = "" if r.prediction is None else f", predicted {r.prediction:g}{late}"
+        predicted = "" if r.prediction is None else f", predicted {r.prediction:g}"
         print(f"values: {', '.join(f'{v:.4g}' for v in j.values) or 'none'}; bar: {bar}{predicted}; documented: {r.documented}")
+        if r.retrospective: print("retrospective: written after the run, so this checks the record and predicts nothing")
     return 0 if j.verdict == "kept" else 1

@@ -78,11 +78,11 @@ class EngineFlags(ModelFlags):
             "Eager and compiled take int8, nf4 and fp4, vllm nf4")] = QuantMode.NONE
     tp_size: Annotated[int, flag(LATER, help="tensor parallel GPUs; more than 1 is not available yet")] = 1
     pp_size: Annotated[int, flag(LATER, help="pipeline parallel GPUs; more than 1 is not available yet")] = 1
-    trust_remote_code: Annotated[bool, flag(LATER, "--trust-remote-code/--no-trust-remote-code",
+    trust_remote_code: Annotated[bool, flag(MODEL, "--trust-remote-code/--no-trust-remote-code",
         help="run code from the model's repository: eager and compiled may, the paged engine never does")] = False
-    compile_fullgraph: Annotated[bool, flag(LATER, "--compile-fullgraph/--no-compile-fullgraph",
+    compile_fullgraph: Annotated[bool, flag(MODEL, "--compile-fullgraph/--no-compile-fullgraph",
         help="compile to one graph, or fail; for the compiled backend")] = False
-    compile_cudagraphs: Annotated[bool, flag(LATER, "--compile-cudagraphs/--no-compile-cudagraphs",
+    compile_cudagraphs: Annotated[bool, flag(MODEL, "--compile-cudagraphs/--no-compile-cudagraphs",
         help="CUDA graphs of the compiled backend; the paged engine captures by itself")] = True
     spec_num_assistant_tokens: Annotated[int | None, flag(MODEL, show_default="as measured",
         help="tokens guessed ahead a step; 0: none")] = None

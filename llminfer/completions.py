@@ -21,7 +21,7 @@ from .chat_format import ChatFormat
 __all__ = ['SMALL', 'Scope', 'Receive', 'Send', 'T', 'Turnstile', 'Service', 'Bundle', 'hear_goodbye', 'unless_gone',
            'EventStream', 'Visit', 'Call', 'open_bundle', 'end_reason', 'error_events', 'token_string', 'finite',
            'chat_logprobs', 'TextLogprobs', 'prompt_scores', 'split_prompts', 'completion_requests', 'TextChoice',
-           'prompt_text', 'complete', 'echo_scores', 'StreamTail', 'text_events']
+           'json_response', 'prompt_text', 'complete', 'echo_scores', 'StreamTail', 'text_events']
 
 # %% ../nbs/24e_completions.ipynb #9dcbb1b6
 SMALL = 16384   # bytes of a body that is read on the loop; larger ones are read in worker threads, and need no turn
@@ -80,17 +80,15 @@ class Service:
     @property
     def chats(self) -> ChatFormat: return self.get("chats", lambda: ChatFormat.of(self.engine.tokenizer))
     @property
-    def adapters(self) -> list[str]:
-        "Names of loaded adapters."
-        a = getattr(self.engine, "adapters", None)
-        return list(a() if callable(a) else a or [])
+    def adapters(self) -> list[str]: return list(self.engine.adapters())
+    @property
+    def base(self) -> tuple[str, ...]: return self.names or (self.engine.model_name,)   # the model itself; the first name is shown
 
     def model(self, name: str | None) -> tuple[str, str | None]:   # (name to show, adapter or None)
         "The model a request names; `ApiError` 404 for a name that is not served."
-        names = self.names or (self.engine.model_name,)
-        if name is None or name in names: return name or names[0], None
+        if name is None or name in self.base: return name or self.base[0], None
         if name in (adapters := self.adapters): return name, name
-        known = ", ".join((*names, *adapters)[:20])
+        known = ", ".join((*self.base, *adapters)[:20])
         raise ApiError(404, f"the model {ascii(name[:100])} is not served here; there is: {known}", "model", "model_not_found")
 
 # %% ../nbs/24e_completions.ipynb #5aa2fdfc
@@ -368,7 +366,6 @@ class TextChoice:
     prompt_ids: list[int]
     prompt_text: str                              # shown first if asked for
     scores: TextLogprobs | None = None
-    n_tokens: int = 0
     reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -390,7 +387,11 @@ class TextChoice:
         if self.body.prompt_logprobs is not None: out["prompt_logprobs"] = prompt_scores(self.tok, r.prompt_logprobs or [])
         return out
 
-# %% ../nbs/24e_completions.ipynb #f11f5bf2
+# %% ../nbs/24e_completions.ipynb #aec6f3fd
+def json_response(obj: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    "An answer in one piece."
+    return Response(compact(obj), status, headers, "application/json")
+
 def prompt_text(tok: Tokenizer, r: GenerationRequest, ids: Sequence[int]) -> str:
     "The prompt as it is echoed."
     return r.prompt or tok.decode(ids, skip_special_tokens=False)
@@ -412,7 +413,7 @@ async def complete(call: Call, body: CompletionRequest) -> Response:
     times = call.finished([r.stats for r in results], [c["finish_reason"] for c in out])
     usage = usage_of(call.note["prompt_tokens"], call.note["completion_tokens"], call.note["cached_tokens"])
     answer = {"id": call.id, "object": "text_completion", "created": call.created, "model": call.model, "choices": out, "usage": usage}
-    return Response(compact(answer | ({"timings": times} if body.timings else {})), 200, call.headers, "application/json")
+    return json_response(answer | ({"timings": times} if body.timings else {}), 200, call.headers)
 
 async def echo_scores(call: Call, r: GenerationRequest) -> list[TokenLogprob | None]:
     "Scores of a prompt, before its stream begins: a prefill of its own, which the prefix cache saves the stream."
@@ -444,11 +445,10 @@ class StreamTail:
     def end(self, head: dict[str, Any], reasons: Iterable[str | None]) -> bytes:
         "The usage chunk, if wanted, and the end mark."
         times = self.call.finished(self.stats, reasons)
-        note, extra = self.call.note, ({"timings": times} if self.body.timings else {})
+        note, extra = self.call.note, dict[str, Any]({"timings": times} if self.body.timings else {})
         usage = usage_of(note["prompt_tokens"], note["completion_tokens"], note["cached_tokens"], self.reasoning)
-        last = sse(compact({**head, "choices": [], "usage": usage, **extra})) if self.wanted or self.running else \
-            sse(compact({**head, "choices": [], **extra})) if extra else b""
-        return last + DONE
+        if self.wanted or self.running: extra = {"usage": usage} | extra
+        return (sse(compact({**head, "choices": [], **extra})) if extra else b"") + DONE
 
 # %% ../nbs/24e_completions.ipynb #fd083f33
 async def text_events(call: Call, body: CompletionRequest, bundle: Bundle, choices: list[TextChoice],

@@ -71,8 +71,7 @@ def story(f: Frame, most: int = 8) -> list[str]:
     "A frame in sentences, the step first."
     s = f.step
     head = f"{plural(s['batch'], 'row')} worked {s['ms']:.2f} ms: {plural(s['tokens'], 'new token')}"
-    head += (f", {s['prefill']} prompt tokens read"
-        if s["prefill"] else "")
+    head += f", {s['prefill']} prompt tokens read" if s["prefill"] else ""
     said = [x for e in f.events if (x := sentence(e))]
     return [head, *said[:most], *([f"and {len(said) - most} more events"] if len(said) > most else [])]
 

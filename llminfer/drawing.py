@@ -59,13 +59,11 @@ class TokenView:
             shown = text.replace(" ", "·").replace("\n", "⏎")
             w = max(34, 14 + 8 * len(shown))
             if x + w > self.width: x, y = 4, y + 44
-            fill = "#f4b6b0" if special else ("#dcebf7", "#eaf5dc")[n % 2]
-            mid = x + w / 2 - 1.5
-            out.append(f'<rect x="{x}" y="{y}" width="{w - 3}" height="38" rx="4" fill="{fill}"/><text x="{mid}" y="{y + 17}">'
-                       f'{html.escape(shown)}</text><text x="{mid}" y="{y + 32}" font-size="9" fill="#666">{i}</text>')
+            fill, title = (PALETTE[5], "control token") if special else (PALETTE[n % 2], "")
+            out += [box(x, y, w - 3, 24, fill, shown, title, thick=special, pale=True),
+                    words(x + w / 2 - 1.5, y + 35, str(i), "middle", 9, dim=True)]
             x += w
-        return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{y + 44}" font-family="monospace" font-size="13" '
-                f'text-anchor="middle">{"".join(out)}</svg>')
+        return svg_page(self.width, y + 44, out)
 
 def show_tokens(
     tokenizer: Any,   # a `Tokenizer`

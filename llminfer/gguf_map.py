@@ -28,9 +28,8 @@ interleaved_rows(1, 8).tolist()
 # %% ../nbs/04d_gguf_map.ipynb #ab15911a
 GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 GGUF_LAYER_NAMES = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 PERMUTED = ("llama", "mistral")   # families whose Q and K rows are interleaved in the file
 
@@ -59,10 +58,10 @@ def rename_gguf(raw: Mapping[str, RawTensor], cfg: Mapping[str, Any]) -> dict[st
 
 # %% ../nbs/04d_gguf_map.ipynb #f7d000ba
 REFUSED = {"expert_count": (0, "experts"), "attention.causal": (True, "attention to what comes later"), "logit_scale": (1, "scaled logits"),
-    "attention.scale": (None, "its own attention scale"), "residual_scale": (1, "scaled residuals"), "embedding_scale": (1,
-    "scaled embeddings"),
-    "rope.scaling.attn_factor": (1, "its own attention factor"), "rope.scaling.yarn_log_multiplier": (0, "a changed yarn"),
-    "rope.scaling.yarn_attn_factor": (1, "a changed yarn"), "rope.scaling.yarn_ext_factor": (1, "a changed yarn")}
+    "attention.scale": (None, "its own attention scale"), "residual_scale": (1, "scaled residuals"),
+    "embedding_scale": (1, "scaled embeddings"), "rope.scaling.attn_factor": (1, "its own attention factor"),
+    "rope.scaling.yarn_log_multiplier": (0, "a changed yarn"), "rope.scaling.yarn_attn_factor": (1, "a changed yarn"),
+    "rope.scaling.yarn_ext_factor": (1, "a changed yarn")}
 
 def gguf_config(path: Path, meta: Mapping[str, Any], raw: Mapping[str, RawTensor]) -> dict[str, Any]:
     "A Hugging Face config from GGUF metadata."

@@ -17,9 +17,9 @@ from .streaming import TextStream
 from .sampling import check_lists
 
 # %% auto #0
-__all__ = ['MAX_STOP_CHARS', 'MODEL_DEFAULTS', 'check_ids', 'bad_words_ids', 'Vocabulary', 'resolve_params', 'model_defaults',
-           'Sample', 'RequestHandle', 'new_text', 'token_logprob', 'emit', 'finish', 'feed', 'take_news', 'sample_text',
-           'make_result', 'GenerationError', 'check_chunk']
+__all__ = ['MAX_STOP_CHARS', 'MODEL_DEFAULTS', 'Notify', 'check_ids', 'bad_words_ids', 'Vocabulary', 'resolve_params',
+           'model_defaults', 'Sample', 'RequestHandle', 'new_text', 'token_logprob', 'emit', 'finish', 'feed',
+           'take_news', 'sample_text', 'make_result', 'GenerationError', 'check_chunk']
 
 # %% ../nbs/20b_handles.ipynb #8e7c5933
 def check_ids(name: str, ids: Sequence[Any] | None, vocab_size: int) -> tuple[int, ...]:
@@ -94,6 +94,8 @@ def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:   # 
     return out
 
 # %% ../nbs/20b_handles.ipynb #0120edf7
+Notify = Callable[[StreamChunk], None]   # hears of each chunk
+
 @dataclass
 class Sample:
     "One of the n samples of a request, as it grows."
@@ -115,7 +117,7 @@ class RequestHandle:
     params: list[SamplingParams]        # of each sample
     tokenizer: Tokenizer
     stream: bool = False                # somebody reads while it runs
-    notify: Callable[[StreamChunk], None] | None = None   # gets the chunks instead of the queue
+    notify: Notify | None = None        # gets the chunks instead of the queue
     cancel: Callable[[], None] = lambda: None             # end it soon; nothing happens if it has ended
     samples: list[Sample] = field(default_factory=list)
     stats: TokenStats = field(default_factory=TokenStats)

@@ -28,7 +28,7 @@ except ImportError:   # a machine without Triton can import this module; `fused_
 
 # %% auto #0
 __all__ = ['GEMV_MOST', 'HEAD_SIZES', 'norm_kernel', 'add_norm', 'silu_kernel', 'silu_mul', 'gemv_kernel', 'product', 'gemv',
-           'feed_kernel', 'feed_rows', 'fused_available', 'FusedStack', 'FusedProgram']
+           'feed_kernel', 'feed_rows', 'fused_available', 'FusedStack', 'turned_stack', 'prompt_places', 'FusedProgram']
 
 # %% ../nbs/15_kernels.ipynb #8c978b07
 @jit
@@ -188,6 +188,18 @@ class FusedStack(TorchProgram):
         "What is fused, and how many steps had a tail with torch parts, warm-ups of captures included; reads the device."
         return {"layers": "triton", "tail": "triton", "torch_tail_steps": int(self.torch_tail)}
 
+# %% ../nbs/15_kernels.ipynb #1733d63a
+def turned_stack(p: FusedStack, ids: Tensor, at: Places, attend_heads: Callable[[int, Tensor], Tensor]) -> Tensor: # [T, D]
+    "All layers; `attend_heads` makes [T, H E] of a layer's number and its turned queries [T, H, E] once their keys and values are paged."
+    def layer(i: int, qkv: Tensor) -> Tensor:
+        return attend_heads(i, rotate_write(p.attention, i, qkv, p.model.layers[i].qk_norm, p.model.config.norm_eps, at))
+    return p.stack(ids, layer)
+
+def prompt_places(p: FusedStack, st: DecodeState, rows: Tensor, positions: Tensor, lengths: list[int]) -> Places:
+    "Packed chunks as places: chunk i has lengths[i] tokens of row rows[i]."
+    owner = rows.index_select(0, st.put(np.repeat(np.arange(len(lengths)), lengths)))
+    return Places(st, owner, positions, torch.ones_like(owner, dtype=torch.bool), *p.prepare(st))
+
 # %% ../nbs/15_kernels.ipynb #7dcb83d5
 class FusedProgram(FusedStack):
     "A drop-in for `TorchProgram`: launches that can be captured, lengths read on the device, ring words written to the host."
@@ -210,13 +222,9 @@ class FusedProgram(FusedStack):
 
     def prefill(self, st: DecodeState, ids: Tensor, rows: Tensor, positions: Tensor, starts: list[int], lengths: list[int]) -> Tensor:
         "See `TorchProgram.prefill`."
-        att, eps = self.attention, self.model.config.norm_eps
-        owner = rows.index_select(0, st.put(np.repeat(np.arange(len(lengths)), lengths)))
-        at = Places(st, owner, positions, torch.ones_like(owner, dtype=torch.bool), *self.prepare(st))
+        att, at = self.attention, prompt_places(self, st, rows, positions, lengths)
         tiles = st.put(prompt_tiles(starts, lengths, prompt_tile(att.kv.head_dim, self.model.dtype.itemsize)))
-        def layer(i: int, qkv: Tensor) -> Tensor:
-            return attend_prompt(att, i, rotate_write(att, i, qkv, self.model.layers[i].qk_norm, eps, at), tiles, rows, st)
-        return self.stack(ids, layer)
+        return turned_stack(self, ids, at, lambda i, q: attend_prompt(att, i, q, tiles, rows, st))
 
     def finish(self, st: DecodeState, sampler: SamplerState, ring: Ring, logits: Tensor, rows: Tensor, n_total: Tensor, act: Tensor,
                variant: Variant) -> None:

@@ -14,7 +14,8 @@ from .drawing import PALETTE
 
 # %% auto #0
 __all__ = ['Series', 'Line', 'Chart', 'need', 'draw_axes', 'save_png', 'to_figure', 'save_html', 'knee', 'knee_chart', 'curve',
-           'cdf_chart', 'itl_chart', 'suite', 'save_suite', 'waterfall_chart', 'roofline_chart']
+           'cdf_chart', 'itl_chart', 'suite', 'overview', 'save_suite', 'waterfall_chart', 'ratio_chart',
+           'roofline_chart']
 
 # %% ../nbs/25c_plots.ipynb #74a3ad87
 @dataclass
@@ -173,7 +174,11 @@ def suite(series: Sequence[Series]) -> dict[str, Chart]:
         charts[f"{name}_cdf"] = cdf_chart({s["name"]: s.get("samples", {}).get(name, []) for s in series}, title, "ms")
     return {k: c for k, c in charts.items() if any(line.ys for line in c.lines)}
 
-# %% ../nbs/25c_plots.ipynb #9f7d31aa
+# %% ../nbs/25c_plots.ipynb #896d6cfb
+def overview(charts: dict[str, Chart]) -> list[Chart]:
+    "The four of a suite that go into one picture."
+    return [charts[k] for k in ("throughput", "latency", "ttft", "memory", "knee") if k in charts][:4]
+
 def save_suite(
     series: Sequence[Series],
     output_dir: str | os.PathLike[str],
@@ -183,8 +188,7 @@ def save_suite(
     "`<prefix>_dashboard.png`, a PNG a chart, and `<prefix>.html` with all of them if plotly is there."
     charts, folder = suite(series), Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    first = [charts[k] for k in ("throughput", "latency", "ttft", "memory", "knee") if k in charts][:4]
-    if not first: return {}
+    if not (first := overview(charts)): return {}
     out = {"dashboard": save_png(first, folder / f"{prefix}_dashboard.png")}
     out |= {k: save_png([c], folder / f"{prefix}_{k}.png") for k, c in charts.items()}
     try: out["html"] = save_html(list(charts.values()), folder / f"{prefix}.html", title)
@@ -199,6 +203,15 @@ def waterfall_chart(ladder: dict[str, Any], model: str, batch: int) -> Chart:
     gpu = ladder.get("environment", {}).get("gpu", "")
     line = Line("step", [r["rung"] for r in rows], [r["step_us"] for r in rows], labels, "bar")
     return Chart(f"{model}, batch {batch}", "technique", "us a decode step", [line], note=gpu)
+
+def ratio_chart(record: dict[str, Any]) -> Chart:
+    "How many times faster than vLLM, from a comparison record: only rows whose tokens were judged."
+    env = record["environment"]
+    c = Chart(f"Speed against vLLM {env['vllm']}", "batch", "times faster (median of pairs)", note=env["gpu"])
+    for model in dict.fromkeys(r["model"] for r in record["rows"]):
+        rows = [r for r in record["rows"] if r["model"] == model and r["ratio_to_vllm"] and r["token_check"]]
+        if rows: c.lines.append(Line(model, [r["batch"] for r in rows], [r["ratio_to_vllm"] for r in rows], kind="bar"))
+    return c
 
 def roofline_chart(record: dict[str, Any]) -> Chart:
     "How much of a decode step the memory bus needs at least, from a comparison record: 1 is the floor."

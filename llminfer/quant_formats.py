@@ -21,8 +21,8 @@ from .quantization import (BLOCK, BOOKS, NESTED, Fp8, Int4, Int8, QuantLinear, Q
 
 # %% auto #0
 __all__ = ['METHODS', 'ASIDE', 'bnb_codes', 'bnb_state', 'same_table', 'bnb_linear', 'nibbles', 'packed_zeros', 'row_scale',
-           'ct_linear', 'Stored', 'StandIns', 'stacked_names', 'kept_factory', 'load_quantized', 'from_codes',
-           'from_gguf', 'quant_info']
+           'ct_linear', 'matrices_in_codes', 'Stored', 'StandIns', 'stacked_names', 'kept_factory', 'load_quantized',
+           'from_codes', 'from_gguf', 'quant_info']
 
 # %% ../nbs/17b_quant_formats.ipynb #2c75b15f
 def bnb_codes(t: RawTensor, N: int, K: int, device: torch.device | str) -> Tensor: # uint8 [N, K]
@@ -108,9 +108,20 @@ def ct_linear(raw: Mapping[str, RawTensor], names: Sequence[str], bias: Tensor |
     codes = turn_bytes(torch.cat([w.tensor(None, device) for w in weights]))
     return Int8(codes, scale, bias, name) if weights[0].format == "I8" else Fp8(codes, scale, bias, name, w8a8_rows)
 
-# %% ../nbs/17b_quant_formats.ipynb #0bec9c23
+# %% ../nbs/17b_quant_formats.ipynb #da64e5b8
 METHODS = ("bitsandbytes", "compressed-tensors")
 ASIDE = (".k_scale", ".v_scale", ".input_scale", ".output_scale", ".weight_format")   # of activations and caches: not used here
+
+def matrices_in_codes(raw: Mapping[str, RawTensor]) -> Iterator[tuple[str, tuple[int, int]]]:
+    "Each matrix in codes and its shape."
+    for n, t in raw.items():
+        base = n.rpartition(".")[0]
+        if n.endswith(".weight_packed"):
+            N, K = raw[f"{base}.weight_shape"].tensor().tolist()
+            if t.shape != (N, K // 8): raise LoadError(f"{t.path}: tensor {n} has shape {list(t.shape)}: not {N} x {K} in 4 bits")
+            yield base, (N, K)
+        elif n.endswith(".weight") and t.format in ("I8", "F8_E4M3"): yield base, (t.shape[0], t.shape[1])
+        elif n.endswith(".weight") and t.format == "U8": yield base, bnb_state(raw, base)["shape"]
 
 # %% ../nbs/17b_quant_formats.ipynb #eeff7933
 @dataclass(frozen=True)
@@ -133,19 +144,7 @@ class Stored:
             if w.get("num_bits") not in (4, 8) or w.get("strategy") not in ("group", "channel", "tensor", None):
                 kind = f"{short_repr(w.get('num_bits'))} bits, strategy {short_repr(w.get('strategy'))}"
                 raise LoadError(f"{where}: weights of {kind}, are not supported; 4 bits in groups, 8 bits with a scale a row are")
-        return cls(method, raw, dict(cls.find(method, raw)))
-
-    @staticmethod
-    def find(method: str, raw: Mapping[str, RawTensor]) -> Iterator[tuple[str, tuple[int, int]]]:
-        "Each matrix in codes and its shape."
-        for n, t in raw.items():
-            base = n.rpartition(".")[0]
-            if n.endswith(".weight_packed"):
-                N, K = raw[f"{base}.weight_shape"].tensor().tolist()
-                if t.shape != (N, K // 8): raise LoadError(f"{t.path}: tensor {n} has shape {list(t.shape)}: not {N} x {K} in 4 bits")
-                yield base, (N, K)
-            elif n.endswith(".weight") and t.format in ("I8", "F8_E4M3"): yield base, (t.shape[0], t.shape[1])
-            elif n.endswith(".weight") and t.format == "U8": yield base, bnb_state(raw, base)["shape"]
+        return cls(method, raw, dict(matrices_in_codes(raw)))
 
     def plain(self) -> dict[str, RawTensor]:
         "The table as if nothing was in codes."

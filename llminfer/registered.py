@@ -13,7 +13,8 @@ from .config import ConfigError
 # %% auto #0
 __all__ = ['CHECKS', 'pick', 'Registration', 'read_registration', 'Judgement', 'machine_of', 'number_in', 'judge', 'seal_of',
            'check_seals', 'same', 'check_cpu_vs_hf', 'check_gpu_vs_vllm', 'check_ladder', 'check_medians',
-           'check_kernels', 'check_structured', 'check_record', 'check_artifact']
+           'check_kernels', 'check_structured', 'check_chat_turns', 'check_adapters', 'check_trace_cost',
+           'check_record', 'check_artifact']
 
 # %% ../nbs/26a_registered.ipynb #2175b624
 def pick(record: Any, path: str) -> Any:
@@ -179,9 +180,28 @@ def check_structured(r: dict[str, Any]) -> list[str]:
     n = r["neighbours"]
     return same("neighbours: ratio", n["ratio"], n["tok_s_grammar"] / n["tok_s_free"], 0.02)
 
+def check_chat_turns(r: dict[str, Any]) -> list[str]:
+    on, off = r["cache_on"], r["cache_off"]
+    prompt, cached = (sum(t[k] for t in on) for k in ("prompt_tokens", "cached_tokens"))
+    return same("prompt_tokens", r["prompt_tokens"], prompt) + same("cached_tokens", r["cached_tokens"], cached) + \
+        same("prefill_saved", r["prefill_saved"], cached / prompt, 0.0000501) + \
+        same("ttft_ratio_last", r["ttft_ratio_last"], off[-1]["ttft_ms"] / on[-1]["ttft_ms"], 0.00501)
+
+def check_adapters(r: dict[str, Any]) -> list[str]:
+    tps = r["tokens_per_s"]
+    return [x for k, v in r["share_of_base"].items() for x in same(f"{k}: share_of_base", v, tps[k] / tps["base"], 0.001)]
+
+def check_trace_cost(r: dict[str, Any]) -> list[str]:
+    out = []
+    for row in r["rows"]:
+        ratio = statistics.median(b / a for a, b in zip(row["tok_s"]["off"], row["tok_s"]["on"]))
+        out += same(f"{row['model']} window {row['window']}: cost_percent", row["cost_percent"], 100 * (1 - ratio), 0.01)
+    return out
+
+# %% ../nbs/26a_registered.ipynb #8a809d1d
 CHECKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {"cpu_vs_hf": check_cpu_vs_hf, "gpu_vs_vllm": check_gpu_vs_vllm,
     "ladder": check_ladder, "host_cost": check_medians, "server_cost": check_medians, "kernels": check_kernels,
-    "structured_cost": check_structured}
+    "structured_cost": check_structured, "chat_turns": check_chat_turns, "adapters": check_adapters, "trace_cost": check_trace_cost}
 
 def check_record(record: dict[str, Any]) -> list[str]: # problems
     "Work out again whatever a record derives from its raw numbers; an artifact of `llminfer bench` is known by its schema."

@@ -14,7 +14,7 @@ from .config import short_repr
 # %% auto #0
 __all__ = ['ROPE_RULES', 'ROPE_NUMBERS', 'ROPE_REFUSED', 'linear_frequencies', 'llama3_frequencies', 'yarn_frequencies',
            'frequency_svg', 'ModelError', 'config_number', 'config_flag', 'read_rope', 'RopeSettings',
-           'inverse_frequencies', 'Rope', 'rotate', 'rope_svg']
+           'plain_frequencies', 'inverse_frequencies', 'Rope', 'rotate', 'rope_svg']
 
 # %% ../nbs/03a_rope.ipynb #1e5b1e0e
 def linear_frequencies(plain: Tensor, s: Mapping[str, Any], theta: float) -> Tensor:
@@ -153,10 +153,13 @@ class RopeSettings(Protocol):
     @property
     def rope_scaling(self) -> dict[str, Any] | None: ...
 
+def plain_frequencies(config: RopeSettings, dtype: torch.dtype = torch.float32) -> Tensor:
+    "Radians a position for each of the E/2 pairs of a head, before any rule, on the CPU."
+    return 1.0 / (config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=dtype) / config.head_dim))
+
 def inverse_frequencies(config: RopeSettings, dtype: torch.dtype = torch.float32) -> Tensor:
-    "Radians a position for each of the E/2 pairs of a head, on the CPU."
-    plain = 1.0 / (config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=dtype) / config.head_dim))
-    s = config.rope_scaling
+    "The same by the rule of the model."
+    plain, s = plain_frequencies(config, dtype), config.rope_scaling
     return plain if s is None else ROPE_RULES[s["rope_type"]](plain, s, config.rope_theta)
 
 class Rope:
@@ -182,6 +185,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # %% ../nbs/03a_rope.ipynb #fbc13f85
 def rope_svg(c: RopeSettings) -> str:
     "Draw the clocks of a model, scaled and plain."
-    s, plain = c.rope_scaling, 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2) / c.head_dim)
-    curves = {"plain": plain} if s is None else {"plain": plain, s["rope_type"]: inverse_frequencies(c)}
-    return frequency_svg(curves, (s or {}).get("original_max_position_embeddings", 2048))
+    s = c.rope_scaling or {}
+    curves = {"plain": plain_frequencies(c)} | ({s["rope_type"]: inverse_frequencies(c)} if s else {})
+    return frequency_svg(curves, s.get("original_max_position_embeddings", 2048))

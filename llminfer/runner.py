@@ -19,10 +19,10 @@ from .sampling import Sampled, SamplerState, token_logprobs
 from .tracing import fault_point
 
 # %% auto #0
-__all__ = ['ROW_FIELDS', 'STATUS_COLORS', 'DecodeState', 'state_svg', 'flat_put', 'apply_rows', 'advance', 'Ring', 'WideRing',
-           'RunnerTicket', 'side_values', 'make_harvest', 'TorchProgram', 'finish_step', 'Speculator', 'TorchRunner',
-           'window_parts', 'set_quotas', 'decode_window', 'decode_step', 'prefill_step', 'prompt_logprobs', 'copy_ring',
-           'NoSync']
+__all__ = ['ROW_FIELDS', 'STATUS_COLORS', 'DecodeState', 'state_svg', 'flat_put', 'apply_rows', 'status_after', 'advance', 'Ring',
+           'WideRing', 'LaunchedWindow', 'RunnerTicket', 'side_values', 'make_harvest', 'StepProgram', 'TorchProgram',
+           'finish_step', 'Speculator', 'TorchRunner', 'carry_out', 'window_parts', 'set_quotas', 'decode_window',
+           'decode_step', 'prefill_step', 'prompt_logprobs', 'mark_end', 'copy_ring', 'NoSync']
 
 # %% ../nbs/12_runner.ipynb #94f3f793
 ROW_FIELDS = ("token", "len", "limit", "quota", "status", "generation", "lora")
@@ -93,7 +93,12 @@ def apply_rows(st: DecodeState, sampler: SamplerState, plan: Plan) -> None:
     patches = plan.table_patches
     flat_put(st.table, st, [p.row for p in patches], [p.first for p in patches], [p.blocks for p in patches])
 
-# %% ../nbs/12_runner.ipynb #9f80030f
+# %% ../nbs/12_runner.ipynb #708e8510
+def status_after(n: Tensor, limit: Tensor, is_eos: Tensor, is_stop: Tensor, finite: Tensor) -> Tensor: # int64
+    "What a row is when it has n tokens: the ends in their order, NaN before EOS before a stop id before the limit."
+    end = torch.where(n >= limit, int(RowStatus.LENGTH), int(RowStatus.LIVE))
+    return end.masked_fill(is_stop, int(RowStatus.STOP)).masked_fill(is_eos, int(RowStatus.EOS)).masked_fill(~finite, int(RowStatus.NAN))
+
 def advance(st: DecodeState, sampler: SamplerState,
     rows: Tensor,      # [B] int64
     out: Sampled,      # drawn tokens
@@ -101,9 +106,7 @@ def advance(st: DecodeState, sampler: SamplerState,
     act: Tensor,       # [B] bool: rows that take part
 ) -> tuple[Tensor, Tensor]: # (status [B], emit [B])
     "Store the drawn tokens, find the rows that ended, return what the ring must tell."
-    is_eos, is_stop = sampler.ends(rows, out.tokens)
-    end = torch.where(n_total + 1 >= st.limit.index_select(0, rows), int(RowStatus.LENGTH), int(RowStatus.LIVE))
-    end = end.masked_fill(is_stop, int(RowStatus.STOP)).masked_fill(is_eos, int(RowStatus.EOS)).masked_fill(~out.finite, int(RowStatus.NAN))
+    end = status_after(n_total + 1, st.limit.index_select(0, rows), *sampler.ends(rows, out.tokens), out.finite)
     status = torch.where(act, end, st.status.index_select(0, rows))
     emit = act & out.finite
     st.status.index_copy_(0, rows, status)
@@ -175,10 +178,10 @@ class WideRing(Ring):
             for dst, v in zip(self.wide_side, side): (dst if v.ndim == 2 else dst[..., :v.shape[2]]).index_put_(at, v)
         st.step += 1
 
-# %% ../nbs/12_runner.ipynb #0ba9161e
+# %% ../nbs/12_runner.ipynb #0aece488
 @dataclass
-class RunnerTicket:
-    "A launched window: which ring steps it writes, and by which rows."
+class LaunchedWindow:
+    "What a launch leaves behind: which ring steps it writes, and by which rows."
     window_id: int
     ring: WideRing
     first: int                        # absolute number of its first step
@@ -189,19 +192,10 @@ class RunnerTicket:
     prompt: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
     reveal: int | None = None         # tests: show at most so many steps a harvest
-    event: Any = None                 # CUDA: the copy of the ring to the host is done
-    host: Tensor | None = None        # CUDA: that copy, and of the wide words
+    event: Any = None                 # CUDA: the launch is done, copies of the ring to the host included
+    host: Tensor | None = None        # CUDA: such a copy, and one of the wide words
     wide_host: Tensor | None = None
     seen: int = 0                     # steps already harvested
-
-    def arrived(self, words: np.ndarray) -> int:
-        "How many steps, in order, are complete in the ring."
-        n = self.seen
-        while n < len(self.row_sets):
-            mine = words[n, self.row_sets[n], :self.span if n in self.wide_steps else 1]
-            if not ((mine >> TAG_SHIFT & TAG_MASK) == step_tag(self.first + n)).all(): break
-            n += 1
-        return n
 
     def note(self, rows: np.ndarray, wide: bool = False) -> None:
         "A step has been launched; `wide`: it may bring several tokens a row."
@@ -209,6 +203,9 @@ class RunnerTicket:
         self.row_sets.append(rows)
         self.times.append(time.perf_counter())
 
+# %% ../nbs/12_runner.ipynb #0ba9161e
+class RunnerTicket(LaunchedWindow):
+    "The receipt of a window: its words as they arrive."
     def words(self) -> np.ndarray:
         "This window's words [steps, R + 1, D + 1]."
         slots = np.arange(self.first, self.first + len(self.row_sets)) % self.ring.n_steps
@@ -221,16 +218,28 @@ class RunnerTicket:
         out[at] = (self.wide_host.numpy() if self.wide_host is not None else self.ring.wide.numpy()[slots])[at, :, :self.span]
         return out
 
+    def arrived(self, words: np.ndarray) -> int:
+        "How many steps, in order, are complete in the ring."
+        n = self.seen
+        while n < len(self.row_sets):
+            mine = words[n, self.row_sets[n], :self.span if n in self.wide_steps else 1]
+            if not ((mine >> TAG_SHIFT & TAG_MASK) == step_tag(self.first + n)).all(): break
+            n += 1
+        return n
+
     def harvest(self, timeout: float | None = None) -> Harvest:
         "Steps that have arrived since the last call; waits up to `timeout` seconds for at least one (None: for the whole window)."
         fault_point("ticket.harvest", window_id=self.window_id)
         end = None if timeout is None else time.perf_counter() + timeout
         total = len(self.row_sets) if self.reveal is None else min(len(self.row_sets), self.seen + self.reveal)
-        if self.event is not None and timeout is None: self.event.synchronize()
+        if timeout is None and (self.host is not None or self.wide_host is not None): self.event.synchronize()
         while True:
+            over = self.event is None or self.event.query()     # asked first: whatever the launch wrote is there when it is over
             words = self.words()
             n = min(self.arrived(words), total)
             if n == total or (end is not None and (n > self.seen or time.perf_counter() >= end)): break
+            if over: raise RuntimeError(f"window {self.window_id} is over, and step {self.first + n} has no words of rows "
+                f"{self.row_sets[n].tolist()} in the ring: the step was not run, or a later one was written over it")
             time.sleep(2e-5)
         lo, self.seen = self.seen, n
         return make_harvest(self, words, lo, n)
@@ -262,9 +271,9 @@ def make_harvest(t: RunnerTicket, words: np.ndarray, lo: int, hi: int) -> Harves
     if done: h.prompt_logprobs = {row: tuple(a.cpu().numpy() for a in arrays) for row, arrays in t.prompt.items()}  # type: ignore[misc]
     return h
 
-# %% ../nbs/12_runner.ipynb #0eac08e1
-class TorchProgram:
-    "A step by the model's own forward over a paged attention; any device, any dtype."
+# %% ../nbs/12_runner.ipynb #2105ca40
+class StepProgram:
+    "What all step programs share: what a row feeds, and how a step ends."
     name = "torch"
     plan_free = False      # the length of the longest row is read on the device, `nb` is not used
     writes_host = False    # `finish` can write ring words into pinned host memory
@@ -281,6 +290,11 @@ class TorchProgram:
         positions = st.len.index_select(0, rows)
         return st.token.index_select(0, rows), positions, positions + 1, st.live(rows)
 
+    def finish(self, *args: Any) -> None: finish_step(*args)
+
+# %% ../nbs/12_runner.ipynb #0eac08e1
+class TorchProgram(StepProgram):
+    "A step by the model's own forward over a paged attention; any device, any dtype."
     def decode(self, st: DecodeState,
         ids: Tensor,        # [B] int64, the token that each place feeds
         rows: Tensor,       # [B] int64; a row may come several times, with different positions
@@ -304,8 +318,6 @@ class TorchProgram:
         nb = -(-max(s + n for s, n in zip(starts, lengths)) // st.block_size)
         meta = self.attention.prefill_meta(st.table.index_select(0, rows)[:, :nb], starts, lengths)
         return self.model.forward(ids, positions, partial(_attend, self.attention.prefill, meta))
-
-    def finish(self, *args: Any) -> None: finish_step(*args)
 
 # %% ../nbs/12_runner.ipynb #4380cf42
 def finish_step(st: DecodeState, sampler: SamplerState, ring: Ring,
@@ -355,20 +367,13 @@ class TorchRunner:
         "Enqueue a plan; returns at once on a GPU, with the work done on a CPU."
         fault_point("runner.launch", plan=plan)
         t = RunnerTicket(plan.window_id, self.ring, self.n_steps, [], plan.variant.logprobs, plan.variant.draft + 1, reveal=self.reveal)
-        self.n_steps += plan.n_steps
-        try:
-            apply_rows(self.state, self.sampler, plan)
-            if self.speculator and plan.row_inits: self.speculator.init_rows(plan.row_inits)
-            if plan.masks is not None: self.sampler.masks.put(*plan.masks)
-            if plan.prefill: self.prefill(plan, t)
-            if plan.copies:
-                src, dst = self.state.put(np.array(plan.copies, np.int64).T).unbind(0)
-                self.kv.copy_blocks(src, dst)
-            for part in window_parts(plan): self.window(part, t)
+        try: carry_out(self, plan, t)
         except BaseException:
-            self.state.step.fill_(self.n_steps)   # a launch that failed half-way leaves the tags in step
+            self.n_steps += self.ring.n_steps       # once round: the next launch has the same places of the ring, under other tags,
+            self.state.step.fill_(self.n_steps)     # so that launches which fail half-way never reach a window that is still to be read
             raise
-        if self.ring.words.is_cuda or (t.wide_steps and self.device.type == "cuda"): copy_ring(self, t)
+        self.n_steps += len(t.row_sets)
+        if self.device.type == "cuda": mark_end(self, t)
         return t
 
     wants_idle = False     # it has something to do that needs an idle device
@@ -376,7 +381,16 @@ class TorchRunner:
     def prefill(self, plan: Plan, t: RunnerTicket) -> None: prefill_step(self, plan, t)
     def window(self, plan: Plan, t: RunnerTicket) -> None: decode_window(self, plan, t)
 
-# %% ../nbs/12_runner.ipynb #0c1f17d1
+# %% ../nbs/12_runner.ipynb #c3f2375e
+def carry_out(r: TorchRunner, plan: Plan, t: RunnerTicket) -> None:
+    "The parts of a plan in their order."
+    apply_rows(r.state, r.sampler, plan)
+    if r.speculator and plan.row_inits: r.speculator.init_rows(plan.row_inits)
+    if plan.masks is not None: r.sampler.masks.put(*plan.masks)
+    if plan.prefill: r.prefill(plan, t)
+    if plan.copies: r.kv.copy_blocks(*r.state.put(np.array(plan.copies, np.int64).T).unbind(0))
+    for part in window_parts(plan): r.window(part, t)
+
 def window_parts(plan: Plan) -> list[Plan]:
     "Cut a window behind its first step if some rows have masks: the steps for the others are of their lesser variant."
     if not plan.K: return []
@@ -435,9 +449,15 @@ def prompt_logprobs(r: TorchRunner, hidden: Tensor, c: PrefillChunk, piece: int 
     scores = [token_logprobs(r.program.head(hidden[p]), r.state.put(targets[p]), n) for p in pieces]
     return tuple(torch.cat(s) for s in zip(*scores))
 
-# %% ../nbs/12_runner.ipynb #f85d2780
+# %% ../nbs/12_runner.ipynb #01798e75
+def mark_end(r: TorchRunner, t: RunnerTicket) -> None:
+    "CUDA: start copies of words that lie on the device, and note the end of the launch."
+    if r.ring.words.is_cuda or t.wide_steps: copy_ring(r, t)
+    t.event = torch.cuda.Event()
+    t.event.record()
+
 def copy_ring(r: TorchRunner, t: RunnerTicket) -> None:
-    "CUDA: start the copy of this window's words into pinned memory; the tags tell when it has arrived."
+    "Start the copy of this window's words into pinned memory; the tags tell when it has arrived."
     slots = r.state.put(np.arange(t.first, t.first + len(t.row_sets), dtype=np.int64) % r.ring.n_steps)
     if r.ring.words.is_cuda:
         t.host = torch.zeros(len(t.row_sets), r.ring.max_rows + 1, dtype=torch.int64, pin_memory=True)
@@ -445,8 +465,6 @@ def copy_ring(r: TorchRunner, t: RunnerTicket) -> None:
     if t.wide_steps and r.ring.wide is not None:
         t.wide_host = torch.zeros(len(t.row_sets), *r.ring.wide.shape[1:], dtype=torch.int64, pin_memory=True)
         t.wide_host.copy_(r.ring.wide.index_select(0, slots), non_blocking=True)
-    t.event = torch.cuda.Event()
-    t.event.record()
 
 # %% ../nbs/12_runner.ipynb #0a061abc
 class NoSync(TorchDispatchMode):

@@ -176,12 +176,13 @@ class ScriptedRunner(ScriptedPrefill):
     "Carry out plans on integers; every broken rule is an `AssertionError`."
     def launch(self, plan: Plan) -> ScriptedTicket:
         "Run the whole plan now; the ticket shows it later."
-        sampled, rows = {r for c in plan.prefill for r in c.sample_rows}, plan.rows
-        load = plan.n_prefill_tokens + len(set(rows.tolist()) - sampled)
-        assert load <= self.cfg.max_num_batched_tokens, f"a step of {load} tokens, the budget is {self.cfg.max_num_batched_tokens}"
+        sampled, rows, most = {r for c in plan.prefill for r in c.sample_rows}, plan.rows, self.cfg.max_num_batched_tokens
         assert len(set(rows.tolist())) == len(rows) and (not len(rows) or plan.K > 0)
         for r in plan.kills: self.status[r] = RowStatus.FREE
         for i in plan.row_inits: self.init(i)
+        guesses = int(np.minimum(self.guesses[rows], plan.variant.draft).sum())
+        load = max(plan.n_prefill_tokens + len(set(rows.tolist()) - sampled), len(rows)) + guesses
+        assert load <= most, f"a step of {load} tokens, the budget is {most}"
         for t in plan.table_patches:
             appends = not self.table[t.row, t.first:].any() and (t.first == 0 or self.table[t.row, t.first - 1])
             assert appends and t.blocks.all(), f"{t} does not append blocks to {self.table[t.row]}"

@@ -13,15 +13,15 @@ from .interfaces import CacheFullError, Harvest, PrefillChunk, RowInit, RowStatu
 from .masks import Matcher
 
 # %% auto #0
-__all__ = ['END_REASONS', 'SchedulerConfig', 'Sequence', 'queue_key', 'n_blocks_for', 'Flight', 'Draft', 'Pilot', 'score_list',
-           'token_logprobs', 'check_prompt', 'check_room']
+__all__ = ['END_REASONS', 'SchedulerConfig', 'Asked', 'Sequence', 'queue_key', 'n_blocks_for', 'Flight', 'Draft', 'Pilot',
+           'score_list', 'token_logprobs', 'check_prompt', 'check_room']
 
 # %% ../nbs/10b_sequences.ipynb #c7521215
 @dataclass
 class SchedulerConfig:
     "Numbers that bound a plan."
     max_num_seqs: int = 16              # R, rows
-    max_num_batched_tokens: int = 512   # most tokens in one step: chunks of prompts, and one for each row that decodes
+    max_num_batched_tokens: int = 512   # most tokens in one step: chunks of prompts, one for each row that decodes, and guesses
     max_model_len: int = 2048           # most tokens of a sequence, prompt and output
     block_size: int = 16                # tokens a block
     window_steps: int = 1               # K, decode steps a launch
@@ -46,10 +46,10 @@ class SchedulerConfig:
     @property
     def max_running(self) -> int: return min(self.max_num_seqs, self.max_num_batched_tokens)
 
-# %% ../nbs/10b_sequences.ipynb #4a7b8199
+# %% ../nbs/10b_sequences.ipynb #a53ce66c
 @dataclass(eq=False)
-class Sequence:
-    "One text on its way, prompt first."
+class Asked:
+    "A text and what is wanted of it."
     seq_id: int
     params: SamplingParams
     ids: np.ndarray               # int32 [limit], the first n are known
@@ -61,6 +61,19 @@ class Sequence:
     arrival: float = 0.0          # seconds
     deadline: float | None = None # seconds, on the same clock
     defer_register: bool = False  # has stop strings: decoded blocks are cached only when it is known where the text ends
+    matcher: Matcher | None = None     # says which ids may come
+    draft: int = 0                # most tokens guessed ahead in a step; a matcher allows none
+    lora: int = 0                 # slot of its adapter, 0: none
+
+    def __post_init__(self) -> None:
+        self.variant = variant_of(self.params) if self.matcher is None else replace(variant_of(self.params), masks=True)
+        if self.lora: self.variant = replace(self.variant, lora=True)
+        self.age = (self.priority, self.arrival, self.seq_id)   # older is smaller
+
+# %% ../nbs/10b_sequences.ipynb #4a7b8199
+@dataclass(eq=False)
+class Sequence(Asked):
+    "One text on its way, prompt first."
     row: int = -1                 # -1: waits
     generation: int = 0           # of the row, while this sequence owns it
     live: bool = False            # decodes: the last chunk of its prompt is launched
@@ -75,18 +88,10 @@ class Sequence:
     children: list[Sequence] = field(default_factory=list)  # will fork when the prompt is computed
     scores: list[Any] | None = None  # prompt log probabilities so far; None: not asked for, or delivered
     ended: int = 0                # status at which it ended, while prompt scores are still on their way
-    matcher: Matcher | None = None     # says which ids may come; then `words` is the mask of the token at index n
-    words: np.ndarray | None = None    # int32; None: not made yet, or used up
-    draft: int = 0                # most tokens guessed ahead in a step; a matcher allows none
+    words: np.ndarray | None = None    # int32: with a matcher, the mask of the token at index n; None: not made yet, or used up
     drafted: int = 0              # guesses tried
     accepted: int = 0             # and how many were right
     gain: float = 1.0             # guesses that were right in a step with guesses, lately
-    lora: int = 0                 # slot of its adapter, 0: none
-
-    def __post_init__(self) -> None:
-        self.variant = variant_of(self.params) if self.matcher is None else replace(variant_of(self.params), masks=True)
-        if self.lora: self.variant = replace(self.variant, lora=True)
-        self.age = (self.priority, self.arrival, self.seq_id)   # older is smaller
 
     @property
     def launched(self) -> int: return min(self.limit, self.top)
@@ -146,6 +151,11 @@ class Pilot:
         self.idle = self.idle + 1 if gain < self.worth else 0
         if gain < self.worth and self.idle % self.patience: return 0
         return min(next((d for d in self.sizes if d >= 2 * gain), most), most)
+
+    def fit(self, D: int, room: int) -> int:
+        "D if a step has `room` for so many guesses a row, else fewer; where shapes are fixed, one of few sizes."
+        if D <= room: return D
+        return room if self.cfg.free_guesses else max((d for d in self.sizes if d <= room), default=0)
 
     def note(self, s: Sequence, steps: int, accepted: int) -> None:
         "Steps with guesses have brought a sequence so many right ones."

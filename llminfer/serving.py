@@ -420,7 +420,7 @@ class AsyncEngine(Door):
 
     def adapters(self) -> dict[str, str]:
         "Loaded adapters: name -> path."
-        return self.handle.adapters() if hasattr(self.handle, "adapters") else {}
+        return self.handle.adapters()
 
     async def adapt(self, op: str, name: str, path: str = "", replace: bool = False) -> None:
         "`load` or `unload` an adapter while requests run; unloading waits for those that have it. Raises `AdapterError`."

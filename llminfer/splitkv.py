@@ -341,13 +341,12 @@ def attend_prompt(att: PagedAttention, layer: int, q: Tensor, tiles: Tensor, row
 
 # %% ../nbs/14a_splitkv.ipynb #4607f5c5
 @jit
-def stamp_kernel(times, step, n_steps, CLOCK: constexpr):
+def stamp_kernel(times, step, n_steps):
     "Leave the device's clock, in nanoseconds, at the step's place in a ring of times."
-    if CLOCK: tl.store(times + tl.load(step) % n_steps, tl.extra.cuda.globaltimer())
+    tl.store(times + tl.load(step) % n_steps, tl.extra.cuda.globaltimer())
 
 def stamp(st: DecodeState, ring: Ring) -> None:
     "Note the time of the step that `st.step` counts, in launches that can be captured; the interpreter's clock is the host's."
-    times = getattr(ring, "times", None)
-    if times is None: return
+    if (times := ring.times) is None: return
     if interpreted(): times[int(st.step) % ring.n_steps] = time.monotonic_ns()
-    else: stamp_kernel[(1,)](times, st.step, ring.n_steps, CLOCK=True, num_warps=1)
+    else: stamp_kernel[(1,)](times, st.step, ring.n_steps, num_warps=1)

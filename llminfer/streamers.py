@@ -50,8 +50,7 @@ class TokenStreamer:
 
     def _next(self) -> list[int] | None:
         try: return self.pieces.get(timeout=self.timeout_s)
-        except queue.Empty: why = f"no token came within {self.timeout_s} s: has the thread that generates ended?"
-        raise TimeoutError(why)
+        except queue.Empty: raise TimeoutError(f"no token came within {self.timeout_s} s: has the thread that generates ended?") from None
 
 # %% ../nbs/07a_streamers.ipynb #c11f298b
 class MultiStreamer:

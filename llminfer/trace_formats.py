@@ -122,7 +122,7 @@ class Schema3:
 # %% ../nbs/01c_trace_formats.ipynb #1bb9f429
 class Schema3Rates(Schema3):
     "Chunks, tokens and rates."
-    def tokens(self, source: str, out: list[tuple[int, list[Any]]], e: dict[str, Any]) -> None:
+    def tokens(self, source: str, out: list[tuple[int, list[Any]]]) -> None:
         flat = [(str(q), i) for q, ids in out for i in ids]
         if not flat: return
         self.put("decode_step", request_ids=[q for q, _ in flat], token_ids=[i for _, i in flat if i is not None], token_source=source,
@@ -175,10 +175,10 @@ class Schema3Writer(Schema3Rates):
         ids = e.get("ids") or [[None] * n for _, n in e["out"]]
         firsts = [(q, i[:1]) for (q, _), i in zip(e["out"], ids) if q in first]
         later = [(q, i[1:] if q in first else i) for (q, _), i in zip(e["out"], ids)]
-        self.tokens("prefill", firsts, e)
+        self.tokens("prefill", firsts)
         spec = e["steps"] == 1 and any(len(i) > 1 for _, i in later)
         most = 1 if spec else max((len(i) for _, i in later), default=0)
-        for k in range(most): self.tokens("speculative" if spec else "decode", [(q, i if spec else i[k:k + 1]) for q, i in later], e)
+        for k in range(most): self.tokens("speculative" if spec else "decode", [(q, i if spec else i[k:k + 1]) for q, i in later])
         self.rates(e)
         self.tick += 1
 
@@ -206,20 +206,21 @@ class Schema3Reader:
     def __init__(self, block_size: int):
         self.size, self.out, self.seqs, self.rows = block_size, list[dict[str, Any]](), dict[str, int](), dict[int, int]()
         self.tables, self.t, self.tick, self.step, self.pool, self.waiting = dict[int, list[int]](), 0.0, 0, dict[int, int](), (0, 0), 0
-        self.prompts, self.tokens, self.read = dict[int, int](), dict[int, int](), 0
+        self.prompts, self.tokens, self.read, self.n_plans = dict[int, int](), dict[int, int](), 0, 0
     def put(self, event: str, **f: Any) -> None: self.out.append({"t": self.t, "event": event, **f})
     def seq(self, e: dict[str, Any]) -> int: return self.seqs.setdefault(str(e["request_id"]), len(self.seqs))
     def seat(self, q: int, event: str, n: int, cached: int) -> None:
         self.rows[q] = min(set(range(len(self.rows) + 1)) - set(self.rows.values()))
         self.put(event, seq=q, row=self.rows[q], n=n, cached=cached)
+    def plan(self, K: int, rows: list[list[int]], prefill: list[list[int]]) -> None:
+        self.n_plans += 1
+        self.put("plan", window_id=self.n_plans, K=K, kind="", rows=rows, prefill=prefill, waiting=self.waiting, available=self.pool[1])
     def flush(self) -> None:
         "The tokens of a tick as a step."
         if not self.step and not self.read: return
         self.t, n = self.t + 1e-3, sum(self.step.values())
-        w = sum(e["event"] == "plan" for e in self.out) + 1
-        self.put("plan", window_id=w, K=1, kind="", rows=[[self.rows.get(q, 0), q] for q in self.step if self.tokens.get(q)], prefill=[],
-            waiting=self.waiting, available=self.pool[1])
-        self.put("step", window_id=w, ms=1.0, steps=1, batch=len(self.step) or 1, tokens=n, prefill=self.read,
+        self.plan(1, [[self.rows.get(q, 0), q] for q in self.step if self.tokens.get(q)], [])
+        self.put("step", window_id=self.n_plans, ms=1.0, steps=1, batch=len(self.step) or 1, tokens=n, prefill=self.read,
             out=[[q, k] for q, k in self.step.items()], running=len(self.rows),
             waiting=self.waiting, used=self.pool[0], cached=0, done=True)
         for q, k in self.step.items():
@@ -245,8 +246,7 @@ class Schema3Import(Schema3Reader):
     def on_prefill_chunk_started(self, e: dict[str, Any]) -> None:
         q, n = self.seq(e), e["end_pos"] - e["start_pos"]
         self.read += n
-        self.put("plan", window_id=sum(x["event"] == "plan" for x in self.out) + 1, K=0, kind="", rows=[],
-            prefill=[[self.rows.get(q, 0), q, e["start_pos"], n]], waiting=self.waiting, available=self.pool[1])
+        self.plan(0, [], [[self.rows.get(q, 0), q, e["start_pos"], n]])
     def on_decode_step(self, e: dict[str, Any]) -> None:
         for name in e["request_ids"]: q = self.seqs.setdefault(str(name), len(self.seqs)); self.step[q] = self.step.get(q, 0) + 1
     def on_block_allocated(self, e: dict[str, Any]) -> None:

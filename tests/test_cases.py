@@ -370,18 +370,23 @@ def test_B19_no_livelock():
     assert counters(e)["steps"] <= 3 * 4 * counters(alone)["steps"]
 
 
+@pytest.mark.parametrize("guesses", [0, 4])
 @WINDOWS
-def test_B20_the_budget_of_a_step_holds(K, flight):
-    e = tiny_engine(max_num_batched_tokens=32, max_num_seqs=8, window_steps=K, max_in_flight=flight, trace=True, speculative_num_assistant_tokens=0)   # drafts end its text too soon
+def test_B20_the_budget_of_a_step_holds(K, flight, guesses):
+    e = tiny_engine(max_num_batched_tokens=32, max_num_seqs=8, window_steps=K, max_in_flight=flight, trace=True, max_model_len=256,
+        speculative_num_assistant_tokens=guesses, speculative_confidence_threshold=0.0)
+    runner, launched = paged(e).loop.core.runner, []
+    runner.launch = lambda plan, launch=runner.launch: (launched.append(plan), launch(plan))[1]
     first = e.stream("already running", max_new_tokens=None, **GREEDY)
     next(first)
     reqs = [[7 + i] * n for i, n in enumerate((20, 20, 20, 100))]
     rs = e.run_requests([GenerationRequest(prompt_token_ids=p, max_new_tokens=4, **GREEDY) for p in reqs])
     assert [r.token_ids for r in rs] == [oracle(p, 4) for p in reqs] and len(list(first)) > 1
+    for p in launched:
+        sampled = {r for c in p.prefill for r in c.sample_rows}
+        assert p.n_prefill_tokens + len(set(p.rows.tolist()) - sampled) + len(p.rows) * p.variant.draft <= 32
+    assert any(p.variant.draft for p in launched) == (guesses > 0)
     plans = [ev for ev in paged(e).trace.events if ev["event"] == "plan"]
-    for p in plans:
-        fresh = {row for row, _, start, n in p["prefill"]}
-        assert sum(n for *_, n in p["prefill"]) + sum(row not in fresh for row, _ in p["rows"]) <= 32
     long = [p for p in plans if any(seq == 4 for _, seq, *_ in p["prefill"])]
     assert len(long) >= 4 and all(p["rows"] for p in long)                         # decoding went on beside the long prompt
     odd = tiny_engine(max_model_len=33, max_num_batched_tokens=32)

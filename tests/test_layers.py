@@ -2,16 +2,10 @@
 
 Triton decides when it is imported whether it interprets, so the tests run in a process of their own; the one test seen from outside starts it."""
 import os
-import subprocess
-import sys
-from pathlib import Path
+from support.own_process import run_alone
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    def test_layers_under_the_interpreter():
-        r = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1],
-                           env=os.environ | {"TRITON_INTERPRET": "1"})
-        print(r.stdout[-4000:], r.stderr[-2000:])
-        assert r.returncode == 0 and " passed" in r.stdout, r.stdout[-4000:] + r.stderr[-2000:]
+    def test_layers_under_the_interpreter(): run_alone(__file__)
 else:
     import pytest
     import torch

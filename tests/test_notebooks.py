@@ -41,19 +41,10 @@ def test_library_is_what_notebooks_export(tmp_path):
     dirty = [name(nb) for nb in NBS if nb.read_bytes() != (tmp_path / "nbs" / name(nb)).read_bytes()]
     assert not dirty, f"run nbdev-clean; it changes {dirty}"
 
-# Classes that have outgrown a cell since they were written; what is named here may not grow further, and nothing may join.
-GROWN = {"Sequence": 44, "Masking": 44, "Committing": 52, "Door": 43, "RunnerTicket": 59, "TorchProgram": 44, "TorchRunner": 45, "Lookup": 45, "HostLookup": 44, "Stored": 50,
-         "AdapterBooks": 44, "EngineLoop": 53, "LoopBackend": 43, "ThreadHandle": 49, "Child": 42, "Reading": 47, "ProcessHandle": 57}
-
-def most_lines(cell) -> int:
-    "How many lines a cell may have."
-    found = re.search(r"(?m)^class (\w+)", source(cell))
-    return GROWN.get(found[1], MAX_CELL) if found else MAX_CELL
-
 def lines(cell) -> int: return sum(not s.startswith("#|") for s in source(cell).splitlines())
 
 def test_cells_functions_modules_and_notebooks_are_small():
-    long = [f"{name(nb)} #{c['id']}: {lines(c)} lines" for nb in NBS for c in cells(nb) if is_exported(c) and lines(c) > most_lines(c)]
+    long = [f"{name(nb)} #{c['id']}: {lines(c)} lines" for nb in NBS for c in cells(nb) if is_exported(c) and lines(c) > MAX_CELL]
     for p in (ROOT / "llminfer").rglob("*.py"):
         if p.name == "_modidx.py": continue
         text = p.read_text(encoding="utf-8")

@@ -2,22 +2,15 @@
 
 Triton decides when it is imported whether it interprets, so both run in processes of their own; the two tests seen from outside start them."""
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 import pytest
+from support.own_process import run_alone
 
 MODE = os.environ.get("QUANT_KERNELS", "")
-TESTS = Path(__file__).resolve().parent
 
 if not MODE:
     @pytest.mark.parametrize("mode", ["interpret", "compile"])
-    def test_quant_kernels_in_a_process_of_their_own(mode):
-        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"QUANT_KERNELS": mode} | ({"TRITON_INTERPRET": "1"} if mode == "interpret" else {})
-        r = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__], capture_output=True, text=True, cwd=TESTS.parent, env=env)
-        print(r.stdout[-4000:], r.stderr[-2000:])
-        assert r.returncode == 0 and " passed" in r.stdout, r.stdout[-4000:] + r.stderr[-2000:]
+    def test_quant_kernels_in_a_process_of_their_own(mode): run_alone(__file__, mode == "interpret", QUANT_KERNELS=mode)
 else:
     if MODE == "compile": from support import offline_triton
     import torch
@@ -25,23 +18,10 @@ else:
     from llminfer import quant_kernels as K
     from llminfer.layers import LayerProgram
     from llminfer.model import Transformer, random_tensors
-    from llminfer.quantization import Fp8, Int4, Int8, QuantPlan, Table4, quant_factory
+    from llminfer.quantization import QuantPlan, quant_factory
     from llminfer.runner import TorchProgram
     from support.kernel_scenes import Scene
-
-    def q4_1(w, bias=None):
-        p = Int4.quantise(w, bias, group=32)
-        p.low = (-8 * p.scale.float()).half()
-        return p
-
-    def q8_0(w, bias=None):
-        p = Int8.quantise(w, bias)
-        p.scale = p.scale[:, None].expand(-1, w.shape[1] // 32).half().contiguous()
-        return p
-
-    KINDS = {"nf4": Table4.quantise, "nf4-single": lambda w, b=None: Table4.quantise(w, b, double_quant=False), "fp4": lambda w, b=None: Table4.quantise(w, b, kind="fp4"),
-             "int4": Int4.quantise, "int4-32": lambda w, b=None: Int4.quantise(w, b, group=32), "int4-zeros": lambda w, b=None: Int4.quantise(w, b, symmetric=False), "q4_1": q4_1,
-             "int8": Int8.quantise, "q8_0": q8_0, "fp8": Fp8.quantise}
+    from support.quant_kinds import KINDS
 
 if MODE == "interpret":
     @pytest.mark.parametrize("kind", KINDS)

@@ -39,6 +39,9 @@ def test_pages_say_what_the_records_say():
     ("ladder.json", lambda d: d["rows"][-1].update(times_below=2.5), "times_below"),
     ("host_cost.json", lambda d: d["us_per_token"].update(median=0.5), "us_per_token"),
     ("server_cost.json", lambda d: d["median"].update(loop_us=1.0), "loop_us"),
+    ("chat_turns.json", lambda d: d.update(prefill_saved=0.99), "prefill_saved"),
+    ("adapters_cpu.json", lambda d: d["share_of_base"].update({"8 adapters": 0.99}), "share_of_base"),
+    ("trace_cost.json", lambda d: d["rows"][0].update(cost_percent=0.0), "cost_percent"),
     ("kernels_h200.json", lambda d: d["rows"][0].update(tok_s=9999), "tok_s")])
 def test_a_hand_in_a_record_is_found_with_and_without_a_new_seal(bench, name, change, word):
     edit(bench, name, change)

@@ -48,7 +48,7 @@ def plain():
     return out
 
 
-@pytest.mark.parametrize("who, cfg", [(HostLookup, dict(block=4, blocks=60)), (HostLookup, dict(window_steps=4, max_in_flight=2, block=3, max_num_batched_tokens=40)),
+@pytest.mark.parametrize("who, cfg", [(HostLookup, dict(block=4, blocks=60)), (HostLookup, dict(window_steps=4, max_in_flight=2, block=3, max_num_batched_tokens=80)),
     (DeviceLookup, dict(window_steps=4, max_in_flight=2, block=4, blocks=45))], ids=["host, preempts", "host, windows of 4", "device, windows of 4, preempts"])
 def test_200_requests_with_every_feature_say_what_they_say_without_guesses(who, cfg, plain, monkeypatch):
     launch = TorchRunner.launch

@@ -23,12 +23,7 @@ SECTIONS: list[tuple[Floor, str, str]] = [   # first floor, title, what a reader
     ((26, ""), "Evidence and the command line", "Measured against others, and used from a terminal."),
 ]
 PLAN: dict[int, tuple[str, str]] = {   # floors that no notebook has built yet
-    16: ("speculative", "Drafts, verified without loss"),
-    17: ("quantization", "Fewer bytes a weight"),
-    18: ("adapters", "LoRA, many in one batch"),
-    19: ("structured", "JSON schema, regex, grammar"),
     20: ("parallel", "Tensor parallel over several GPUs"),
-    23: ("dashboard", "Live widgets, replay"),
     27: ("scaling", "Replicas"),
 }
 PATHS = [   # name, what for, notebooks (None: every one)

@@ -17,6 +17,7 @@ from typing import Any
 from house import ROOT, cells, directives, module_of, notebooks, source
 
 BENCH = ROOT / "benchmarks"
+PARTS = ("records", "registered", "notebooks", "pages", "figures")
 MARK = re.compile(r"benchmarks[/\"' ,]+records")
 
 
@@ -52,6 +53,13 @@ def check_records(bench: Path) -> list[str]:
     return out + [f"{name}: {x}" for name, r in records.items() if isinstance(r, dict) for x in check_record(r)]
 
 
+def told_records(bench: Path) -> str:
+    "What was checked, and in how many records derived numbers could be."
+    from llminfer.registered import CHECKS
+    records = [r for r in records_in(bench / "records").values() if isinstance(r, dict)]
+    return f"schemas and seals; derived numbers of {sum(r.get('kind') in CHECKS for r in records)} of {len(records)}"
+
+
 def check_registered(bench: Path) -> list[str]:
     from llminfer.registered import judge, read_registration
     records, out = records_in(bench / "records"), []
@@ -63,6 +71,13 @@ def check_registered(bench: Path) -> list[str]:
             if not j.agrees: out.append(f"registered/{f.name}: the verdict is {j.verdict} ({values}), documented is {j.documented}")
         except ValueError as e: out.append(f"registered/{f.name}: {e}")
     return out
+
+
+def told_registered(bench: Path) -> str:
+    "How many registrations there are, and how many of them are no predictions."
+    from llminfer.registered import read_registration
+    late = [read_registration(f).retrospective for f in (bench / "registered").glob("*.toml")]
+    return f"each of {len(late)} gives its documented verdict; {sum(late)} were written after their run"
 
 
 def names_of(tree: ast.AST) -> tuple[set[str], set[str]]: # (names that are set, names that are read) by some code
@@ -178,12 +193,7 @@ def draw_figures(bench: Path, folder: Path) -> list[str]: # files
             batches = sorted({r["batch"] for r in ladder["rows"] if r["model"] == model and "batch" in r})
             out.append(plots.save_png([plots.waterfall_chart(ladder, model, b) for b in batches], folder / f"waterfall_{model}.png"))
     if v := records.get("gpu_vs_vllm.json"):
-        env = v["environment"]
-        ratio = plots.Chart(f"Speed against vLLM {env['vllm']}", "batch", "times faster (median of pairs)", note=env["gpu"])
-        for m in dict.fromkeys(r["model"] for r in v["rows"]):
-            rows = [r for r in v["rows"] if r["model"] == m and r["ratio_to_vllm"]]
-            if rows: ratio.lines.append(plots.Line(m, [r["batch"] for r in rows], [r["ratio_to_vllm"] for r in rows], kind="bar"))
-        out.append(plots.save_png([ratio, plots.roofline_chart(v)], folder / "against_vllm.png"))
+        out.append(plots.save_png([plots.ratio_chart(v), plots.roofline_chart(v)], folder / "against_vllm.png"))
     return out
 
 
@@ -205,18 +215,19 @@ def seal(names: list[str], bench: Path = BENCH) -> None:
 def main(argv: list[str] | None = None) -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--figures", type=Path)
-    ap.add_argument("--only", default="records,registered,notebooks,pages,figures")
+    ap.add_argument("--only", default=",".join(PARTS))
     ap.add_argument("--seal", nargs="+", metavar="RECORD")
     a = ap.parse_args(argv)
     if a.seal:
         seal(a.seal)
         return 0
     problems, parts = [], a.only.split(",")
+    if unknown := set(parts) - set(PARTS): ap.error(f"--only knows {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
     def step(name: str, found: list[str], what: str) -> None:
         problems.extend(found)
         print(f"{name:11s} {'ok' if not found else f'{len(found)} problems':12s} {what}", *(f"\n  {x}" for x in found))
-    if "records" in parts: step("records", check_records(BENCH), "schemas, seals, derived numbers")
-    if "registered" in parts: step("registered", check_registered(BENCH), "each gives its documented verdict")
+    if "records" in parts: step("records", check_records(BENCH), told_records(BENCH))
+    if "registered" in parts: step("registered", check_registered(BENCH), told_registered(BENCH))
     if "notebooks" in parts:
         found, n = check_notebooks(notebooks())
         step("notebooks", found, f"{n} cells that print from records")

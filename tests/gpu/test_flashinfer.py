@@ -17,6 +17,7 @@ from llminfer.loading import load_model, make_tiny, open_checkpoint
 from llminfer.request import SamplingParams
 from llminfer.runner import DecodeState
 from llminfer.tokenization import load_tokenizer
+from support.gpu import forbid_waits
 from support.hf import hf_from_checkpoint
 from support.prompts import PROMPTS
 
@@ -120,13 +121,7 @@ def test_the_engine_through_the_gate(graphs):
     core = build_core(cfg, model, LIMITS)
     mixed = [SamplingParams(temperature=0, max_tokens=32) if i % 3 else SamplingParams(temperature=0.9, top_k=40, seed=i, max_tokens=20, presence_penalty=0.3, stop_ids=(198,)) for i in range(24)]
     for _ in range(2): generate(core, prompts, mixed)
-    launch = core.runner.launch
-
-    def watched(plan):
-        torch.cuda.set_sync_debug_mode("error")
-        try: return launch(plan)
-        finally: torch.cuda.set_sync_debug_mode("default")
-    core.runner.launch = watched
+    forbid_waits(core)
     out = generate(core, prompts, SamplingParams(temperature=0, max_tokens=32))
     low, exact = (lambda ids: hf(torch.tensor([list(ids)], device="cuda")).logits[0]), (lambda ids: oracle.logits(torch.tensor(list(ids), device="cuda")))
     ref = reference_errors(exact, low, list(zip(prompts, out)))

@@ -27,6 +27,7 @@ from llminfer.model import ForcedModel
 from llminfer.request import SamplingParams
 from llminfer.tokenization import load_tokenizer
 from support.arrays import core_for, pairwise, run, tiny_prompts
+from support.gpu import forbid_waits
 from support.hf import hf_from_checkpoint
 from support.prompts import PROMPTS
 
@@ -91,13 +92,7 @@ def test_launches_never_wait_for_the_device(demo, parts):
     cfg = CoreConfig(n_blocks=60, block_size=4, max_num_seqs=4, max_model_len=128, window_steps=4, prefill_chunk=9, max_in_flight=2)
     core, prompts = make_core(model, cfg, **PARTS[parts]), tiny_prompts(512)
     generate(core, prompts[:5], EVERYTHING)                       # tables that exist only when used are allocated here
-    launch = core.runner.launch
-
-    def watched(plan):
-        torch.cuda.set_sync_debug_mode("error")
-        try: return launch(plan)
-        finally: torch.cuda.set_sync_debug_mode("default")
-    core.runner.launch = watched
+    forbid_waits(core)
     generate(core, prompts[3:], EVERYTHING)
     core.scheduler.pool.check()
     assert core.scheduler.pool.n_held == 0

@@ -16,6 +16,7 @@ from llminfer.runner import TorchProgram, finish_step
 from llminfer.splitkv import AttendShape, Places, attend, attend_prompt, prompt_tile, prompt_tiles, rotate_write
 from support.arrays import tiny_prompts
 from support.draw_scenes import KINDS, Rows, clear
+from support.gpu import forbid_waits
 from support.kernel_scenes import Scene
 
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -202,13 +203,7 @@ def test_engine_texts(tmp_path, family, runner):
     assert core.runner.ring.words.is_pinned()
     for params in (greedy, EVERYTHING, greedy, EVERYTHING):
         assert generate(core, prompts, params) == generate(torch_core, prompts, params)
-    launch = core.runner.launch
-
-    def watched(plan):
-        torch.cuda.set_sync_debug_mode("error")
-        try: return launch(plan)
-        finally: torch.cuda.set_sync_debug_mode("default")
-    if runner == "eager": core.runner.launch = watched
+    if runner == "eager": forbid_waits(core)
     assert generate(core, prompts, greedy) == generate(torch_core, prompts, greedy)
     assert core.scheduler.pool.n_held == 0
     if runner == "graphs": assert core.runner.graphs and not core.runner.failed

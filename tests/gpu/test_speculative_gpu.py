@@ -13,6 +13,7 @@ from llminfer.loading import load_model, make_tiny, open_checkpoint
 from llminfer.request import SamplingParams
 from llminfer.runner import TorchProgram, TorchRunner
 from llminfer.speculative import DeviceLookup
+from support.gpu import forbid_waits
 
 CFG = CoreConfig(n_blocks=200, block_size=16, max_num_seqs=8, max_model_len=160, window_steps=8, max_in_flight=2, follow=True)
 FEW = ((60, 22.0), (61, 20.0), (62, 21.0))
@@ -60,10 +61,5 @@ def test_a_launch_with_guesses_never_waits(jobs):
     ckpt, prompts, params = jobs
     core = guessing(load_model(ckpt, torch.float32, "cuda"), 4, runner=TorchRunner)
     generate(core, prompts[:4], params[:4])
-    launch = core.runner.launch
-    def watched(plan):
-        torch.cuda.set_sync_debug_mode("error")
-        try: return launch(plan)
-        finally: torch.cuda.set_sync_debug_mode("default")
-    core.runner.launch = watched
+    forbid_waits(core)
     generate(core, prompts, params)
