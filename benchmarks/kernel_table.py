@@ -17,7 +17,8 @@ import numpy as np
 import torch
 import triton
 from llminfer import kernels as K
-from llminfer.attention import KVPool, PagedAttention
+from llminfer.attention import PagedAttention
+from llminfer.kv_codes import POOLS
 from llminfer.draw import TailShape, finish_fused, tail_shape
 from llminfer.interfaces import RowInit, variant_of
 from llminfer.kernels import FusedProgram, feed_rows
@@ -45,11 +46,11 @@ def build(name, dtype=torch.bfloat16):
 
 class World:
     "B rows at one context over scattered pages."
-    def __init__(self, model, B, context, source=None):
+    def __init__(self, model, B, context, source=None, kv_dtype="auto"):
         c, block = model.config, 16
         width = -(-(context + 256) // block)
         self.st = DecodeState(B, width * block, block, "cuda")
-        self.kv = KVPool(c.n_layers, B * width + 1, block, c.n_kv_heads, c.head_dim, model.dtype, "cuda")
+        self.kv = POOLS[kv_dtype](c.n_layers, B * width + 1, block, c.n_kv_heads, c.head_dim, model.dtype, "cuda")
         self.sampler, self.ring = SamplerState(B + 1, c.vocab_size, "cuda"), Ring(64, B, torch.device("cuda"), pinned=True)
         self.attention, self.B, self.context = PagedAttention(self.kv, c.n_heads, windows=c.windows), B, context
         self.nb = -(-(context + 64) // block)     # for the torch program
@@ -58,9 +59,12 @@ class World:
         g = torch.Generator("cuda").manual_seed(1)
         self.rows, self.tokens = torch.arange(B, device="cuda"), torch.randint(0, c.vocab_size - 2, (B,), generator=g, device="cuda")
         self.st.table[:B] = torch.randperm(B * width, generator=g, device="cuda").view(B, width).int() + 1
-        if source is None: self.kv.data.normal_(generator=g)
-        else: self.kv.data.copy_(source.kv.data)
-        self.kv.data[:, self.kv.zero_slot] = 0
+        slots, G, E = torch.arange(2 * self.kv.n_slots, device="cuda"), c.n_kv_heads, c.head_dim
+        for layer in range(c.n_layers):     # through the pool's own door: it may hold codes
+            x = torch.empty(len(slots), G * E, dtype=(source or self).kv.dtype, device="cuda")
+            if source is None: x.normal_(generator=g)
+            else: source.kv.read(layer, slots, x)
+            self.kv.write(layer, slots, *x.view(2, -1, G, E).to(model.dtype))
         self.reset()
 
     def reset(self):

@@ -73,9 +73,18 @@ class KVPool:
         "Bytes that one block takes over all layers, K and V."
         return 2 * n_layers * block_size * n_kv_heads * head_dim * dtype.itemsize
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: # k and v as they are held
         "Put k and v [N, G, E] into `slots` [2N] int64: N slots for k, then N for v, numbered over the whole layer."
         self.slots[layer].index_copy_(0, slots, torch.cat((k, v)).view(len(slots), -1))
+        return k, v
+
+    def read(self, layer: int, slots: Tensor, out: Tensor) -> None:
+        "Copy `slots` [N] of a layer into out [N, G * E]."
+        torch.index_select(self.slots[layer], 0, slots, out=out)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        "What a kernel reads: k, v, and their scales, which only a coded pool (09b) has."
+        return self.k[layer], self.v[layer], self.k[layer], self.v[layer]
 
     def copy_blocks(self, src: Tensor, dst: Tensor) -> None:
         "Copy whole blocks, all layers at once: `dst[i]` becomes `src[i]`; all reads come before all writes."
@@ -123,13 +132,13 @@ class PagedReads:
 
     def _gather(self, layer: int, slots: Tensor) -> Tensor:
         "Copy slots [2, n, C] of a layer into [2, n, C, G, E]."
-        kv, shape = self.kv, (slots.numel(), self.kv.slots[layer].shape[1])
+        kv, shape = self.kv, (slots.numel(), self.kv.n_kv_heads * self.kv.head_dim)
         n = shape[0] * shape[1]
         if not self._room.is_cpu: out = self._room.new_empty(shape)
         else:  # fresh memory costs a page fault every 4 KiB, more than the copy itself: keep one room and reuse it
             if self._room.numel() < n: self._room = self._room.new_empty(1 << (n - 1).bit_length())
             out = self._room[:n].view(shape)
-        torch.index_select(kv.slots[layer], 0, slots.view(-1), out=out)
+        kv.read(layer, slots.view(-1), out)
         return out.view(*slots.shape, kv.n_kv_heads, kv.head_dim)
 
 # %% ../nbs/09_attention.ipynb #265f979f
@@ -316,7 +325,7 @@ class PagedAttention(PagedDecode, PagedGroups):
         meta: PrefillMeta,
     ) -> Tensor: # [T, H, E]
         "Write k and v, then attend each chunk to its own past and to itself, causally."
-        self.kv.write(layer, meta.store, k, v)
+        k, v = self.kv.write(layer, meta.store, k, v)
         groups, places = meta.groups[self.windows[layer]]
         outs = [o for g in groups for o in self._attend(layer, q, k, v, g)]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)

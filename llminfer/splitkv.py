@@ -22,10 +22,10 @@ except ImportError:   # a machine without Triton can import this module; noteboo
     triton = tl = None  # type: ignore[assignment]
 
 # %% auto #0
-__all__ = ['jit', 'interpreted', 'turned', 'rotate_kernel', 'Places', 'rotate_write', 'rope_tables', 'share_of', 'load_tile',
-           'scan_lanes', 'scan_dot', 'join_splits', 'fresh_rows', 'store_fresh', 'join_fresh', 'attend_kernel',
-           'hand_over', 'AttendShape', 'attend_shape', 'attend', 'prefill_kernel', 'prompt_tiles', 'prompt_tile',
-           'attend_prompt', 'stamp_kernel', 'stamp']
+__all__ = ['jit', 'interpreted', 'turned', 'codes_of', 'as_kept', 'keep_head', 'rotate_kernel', 'Places', 'rotate_write',
+           'rope_tables', 'share_of', 'load_tile', 'scan_lanes', 'scan_dot', 'join_splits', 'fresh_rows', 'store_fresh',
+           'join_fresh', 'attend_kernel', 'hand_over', 'AttendShape', 'attend_shape', 'attend', 'prefill_kernel',
+           'prompt_tiles', 'prompt_tile', 'attend_prompt', 'stamp_kernel', 'stamp']
 
 # %% ../nbs/14a_splitkv.ipynb #1f48a6e6
 def jit(fn: Any) -> Any:
@@ -53,9 +53,38 @@ def turned(x, weight, cos, sin, keep, eps, E: constexpr, EP: constexpr, NORM: co
     s = tl.load(sin + e % (E // 2), mask=e < E, other=0.0)
     return a * c + b * tl.where(e < E // 2, -s, s)
 
+# %% ../nbs/14a_splitkv.ipynb #0a662e4b
+@jit
+def codes_of(y, pool):
+    "Heads y [M, EP] fp32 as a coded pool (09b) holds them: codes, and a scale each [M, 1] that is NaN where y has a NaN."
+    most = 127.0 if pool.dtype.element_ty == tl.int8 else 448.0
+    s = ((tl.max(tl.abs(y), 1) + tl.sum(y * 0.0, 1)) / most).to(tl.float16)[:, None]
+    z = y / tl.where(s == 0.0, 1.0, s.to(tl.float32))
+    if pool.dtype.element_ty == tl.int8: z = tl.floor(z + 0.5)
+    return tl.minimum(tl.maximum(z, -most), most).to(pool.dtype.element_ty), s
+
+@jit
+def as_kept(y, pool):
+    "Heads y [M, EP] as they will be read back, in fp32."
+    if pool.dtype.element_ty.primitive_bitwidth == 8:
+        c, s = codes_of(y.to(tl.float32), pool)
+        kept = c.to(tl.float32) * s.to(tl.float32)
+    else: kept = y.to(pool.dtype.element_ty).to(tl.float32)
+    return kept
+
+@jit
+def keep_head(y, pool, scales, head, m, E: constexpr, EP: constexpr):
+    "Store heads y [M, EP] at places `head` [M, 1] of the pool where m [M, 1], with their scales if it is coded."
+    e = tl.arange(0, EP)[None, :]
+    if pool.dtype.element_ty.primitive_bitwidth == 8:
+        c, s = codes_of(y.to(tl.float32), pool)
+        tl.store(scales + head, s, mask=m)
+        tl.store(pool + head * E + e, c, mask=m & (e < E))
+    else: tl.store(pool + head * E + e, y, mask=m & (e < E))
+
 # %% ../nbs/14a_splitkv.ipynb #5a3d2156
 @jit
-def rotate_kernel(qkv, weight, q, k_pool, v_pool, table, rows, positions, act, cos, sin, eps, width,
+def rotate_kernel(qkv, weight, q, k_pool, v_pool, k_scale, v_scale, table, rows, positions, act, cos, sin, eps, width,
                   H: constexpr, G: constexpr, E: constexpr, EP: constexpr, M: constexpr, BLOCK: constexpr, NORM: constexpr):
     "Norm and turn q [T, H, E]; norm, turn and store k and store v in their pages; M heads a program."
     t = tl.program_id(0).to(tl.int64)
@@ -67,10 +96,10 @@ def rotate_kernel(qkv, weight, q, k_pool, v_pool, table, rows, positions, act, c
     y = turned(x, weight + h * E, cos + p * (E // 2), sin + p * (E // 2), h < H + G, eps, E, EP, NORM)
     tl.store(q + (t * H + h) * E + e, y, mask=(h < H) & (e < E))
     page = tl.load(table + tl.load(rows + t) * width + p // BLOCK).to(tl.int64)
-    cell = ((page * BLOCK + p % BLOCK) * G + (h - H) % G) * E + e
-    tl.store(k_pool + cell, y, mask=live & (h >= H) & (h < H + G) & (e < E))
-    v = (h >= H + G) & (h < H + 2 * G) & (e < E)
-    tl.store(v_pool + cell, tl.load(x + e, mask=v, other=0.0), mask=live & v)
+    cell = (page * BLOCK + p % BLOCK) * G + (h - H) % G
+    keep_head(y.to(q.dtype.element_ty), k_pool, k_scale, cell, live & (h >= H) & (h < H + G), E, EP)
+    v = (h >= H + G) & (h < H + 2 * G)
+    keep_head(tl.load(x + e, mask=v & (e < E), other=0.0), v_pool, v_scale, cell, live & v, E, EP)
 
 # %% ../nbs/14a_splitkv.ipynb #9e3cb9b8
 @dataclass
@@ -89,7 +118,7 @@ def rotate_write(att: PagedAttention, layer: int, qkv: Tensor, weight: Tensor | 
     T, G, E = qkv.shape[0], kv.n_kv_heads, kv.head_dim
     q = qkv.new_empty(T, H, E)
     M = 2 if T < 64 else 8
-    rotate_kernel[(T, -(-(H + 2 * G) // M))](qkv, qkv if weight is None else weight, q, kv.k[layer], kv.v[layer], at.st.table, at.rows,
+    rotate_kernel[(T, -(-(H + 2 * G) // M))](qkv, qkv if weight is None else weight, q, *kv.pages(layer), at.st.table, at.rows,
         at.positions, at.act, at.cos, at.sin, eps, at.st.table.shape[1], H=H, G=G, E=E, EP=pow2(E), M=M, BLOCK=kv.block_size,
         NORM=weight is not None, num_warps=1 if M == 2 else 4)
     return q
@@ -114,17 +143,23 @@ def share_of(p, s, S: constexpr, LEAST: constexpr, WINDOW: constexpr, FRESH: con
 
 # %% ../nbs/14a_splitkv.ipynb #edf9ba8c
 @jit
-def load_tile(k_pool, v_pool, table, i, ok, g, G: constexpr, E: constexpr, EP: constexpr, BLOCK: constexpr):
-    "Keys and values of head g at positions i [N] of the row whose blocks are at `table`: [N, EP] each, zeros where not ok."
+def load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G: constexpr, E: constexpr, EP: constexpr, BLOCK: constexpr):
+    "Keys and values of head g at positions i [N] of the row whose blocks are at `table`: [N, EP] each, zeros where not ok; their scales."
     e = tl.arange(0, EP)[None, :]
     page = tl.load(table + i // BLOCK, mask=ok, other=0).to(tl.int64)
-    cell = (((page * BLOCK + i % BLOCK) * G + g) * E)[:, None] + e
-    m = ok[:, None] & (e < E)
-    return tl.load(k_pool + cell, mask=m, other=0.0), tl.load(v_pool + cell, mask=m, other=0.0)
+    head = (page * BLOCK + i % BLOCK) * G + g
+    cell, m = (head * E)[:, None] + e, ok[:, None] & (e < E)
+    k, v = tl.load(k_pool + cell, mask=m, other=0.0), tl.load(v_pool + cell, mask=m, other=0.0)
+    if k_pool.dtype.element_ty.primitive_bitwidth == 8:
+        sk = tl.load(k_scale + head, mask=ok, other=0.0).to(tl.float32)
+        sv = tl.load(v_scale + head, mask=ok, other=0.0).to(tl.float32)
+    else: sk, sv = 1.0, 1.0
+    return k, v, sk, sv
 
 # %% ../nbs/14a_splitkv.ipynb #c52249d1
 @jit
-def scan_lanes(q, k_pool, v_pool, table, g, lo, hi, scale, G: constexpr, E: constexpr, EP: constexpr, N: constexpr, BLOCK: constexpr):
+def scan_lanes(q, k_pool, v_pool, k_scale, v_scale, table, g, lo, hi, scale, G: constexpr, E: constexpr, EP: constexpr, N: constexpr,
+               BLOCK: constexpr):
     "One query head q [1, EP] over positions lo .. hi - 1: largest score [1], sum of weights [1], weighted values [1, EP]."
     n = tl.arange(0, N)
     m = tl.full((N,), -1.0e30, tl.float32)
@@ -133,13 +168,13 @@ def scan_lanes(q, k_pool, v_pool, table, g, lo, hi, scale, G: constexpr, E: cons
     for at in range(lo, hi, N):
         i = at + n
         ok = i < hi
-        k, v = load_tile(k_pool, v_pool, table, i, ok, g, G, E, EP, BLOCK)
-        x = tl.where(ok, tl.sum(q * k.to(tl.float32), 1) * scale, -1.0e30)
+        k, v, sk, sv = load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G, E, EP, BLOCK)
+        x = tl.where(ok, tl.sum(q * k.to(tl.float32), 1) * scale * sk, -1.0e30)
         new = tl.maximum(m, x)
         keep = tl.exp2(m - new)
         w = tl.where(ok, tl.exp2(x - new), 0.0)
         l = l * keep + w
-        acc = acc * keep[:, None] + w[:, None] * v.to(tl.float32)
+        acc = acc * keep[:, None] + (w * sv)[:, None] * v.to(tl.float32)
         m = new
     top = tl.max(m[None, :], 1)
     part = tl.exp2(m - tl.max(m, 0))
@@ -147,8 +182,8 @@ def scan_lanes(q, k_pool, v_pool, table, g, lo, hi, scale, G: constexpr, E: cons
 
 # %% ../nbs/14a_splitkv.ipynb #518dcb78
 @jit
-def scan_dot(q, pos, k_pool, v_pool, table, g, lo, hi, scale, M: constexpr, G: constexpr, E: constexpr, EP: constexpr, N: constexpr,
-             BLOCK: constexpr, CAUSAL: constexpr, WINDOW: constexpr):
+def scan_dot(q, pos, k_pool, v_pool, k_scale, v_scale, table, g, lo, hi, scale, M: constexpr, G: constexpr, E: constexpr, EP: constexpr,
+             N: constexpr, BLOCK: constexpr, CAUSAL: constexpr, WINDOW: constexpr):
     "Queries q [M, EP] at positions pos [M] over positions lo .. hi - 1, seen up to their own if CAUSAL: as `scan_lanes`, for M."
     m = tl.full((M,), -1.0e30, tl.float32)
     l = tl.zeros((M,), tl.float32)
@@ -156,16 +191,16 @@ def scan_dot(q, pos, k_pool, v_pool, table, g, lo, hi, scale, M: constexpr, G: c
     for at in range(lo, hi, N):
         i = at + tl.arange(0, N)
         ok = i < hi
-        k, v = load_tile(k_pool, v_pool, table, i, ok, g, G, E, EP, BLOCK)
+        k, v, sk, sv = load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G, E, EP, BLOCK)
         see = ok[None, :]
         if CAUSAL: see = see & (i[None, :] <= pos[:, None])
         if CAUSAL and WINDOW > 0: see = see & (i[None, :] > pos[:, None] - WINDOW)
-        x = tl.where(see, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, -1.0e30)
+        x = tl.where(see, tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (scale * sk), -1.0e30)
         new = tl.maximum(m, tl.max(x, 1))
         keep = tl.exp2(m - new)
         w = tl.where(see, tl.exp2(x - new[:, None]), 0.0)
         l = l * keep + tl.sum(w, 1)
-        acc = acc * keep[:, None] + tl.dot(w.to(v.dtype), v, input_precision="ieee")
+        acc = acc * keep[:, None] + tl.dot((w * sv).to(q.dtype), v.to(q.dtype), input_precision="ieee")
         m = new
     return m, l, acc
 
@@ -193,13 +228,13 @@ def fresh_rows(qkv, weight, unit, g, b, cos, sin, eps, H: constexpr, G: constexp
     return turned(x + head * E, weight + head * E, cos, sin, j <= U, eps, E, EP, NORM), v
 
 @jit
-def store_fresh(y, v, k_pool, v_pool, table, g, p, G: constexpr, E: constexpr, EP: constexpr, U: constexpr, R: constexpr, BLOCK: constexpr):
+def store_fresh(y, v, k_pool, v_pool, k_scale, v_scale, table, g, p, G: constexpr, E: constexpr, EP: constexpr, U: constexpr,
+                R: constexpr, BLOCK: constexpr):
     "Put row U of y and v in the page of position p."
-    j, e = tl.arange(0, R)[:, None], tl.arange(0, EP)[None, :]
     page = tl.load(table + p // BLOCK).to(tl.int64)
-    cell = ((page * BLOCK + p % BLOCK) * G + g) * E
-    tl.store(k_pool + cell + e + j * 0, y, mask=(j == U) & (e < E))
-    tl.store(v_pool + cell + e, v, mask=e < E)
+    cell = (page * BLOCK + p % BLOCK) * G + g
+    keep_head(y, k_pool, k_scale, cell + tl.zeros((R, 1), tl.int64), tl.arange(0, R)[:, None] == U, E, EP)
+    keep_head(v, v_pool, v_scale, cell + tl.zeros((1, 1), tl.int64), tl.full((1, 1), True, tl.int1), E, EP)
 
 @jit
 def join_fresh(m, l, acc, y, v, k, scale):
@@ -211,8 +246,8 @@ def join_fresh(m, l, acc, y, v, k, scale):
 
 # %% ../nbs/14a_splitkv.ipynb #676e7ebc
 @jit
-def attend_kernel(q, weight, k_pool, v_pool, out, part, stat, count, table, rows, positions, act, cos, sin, eps, scale, width,
-                  H: constexpr, G: constexpr, E: constexpr, EP: constexpr, U: constexpr, M: constexpr, R: constexpr, N: constexpr,
+def attend_kernel(q, weight, k_pool, v_pool, k_scale, v_scale, out, part, stat, count, table, rows, positions, act, cos, sin, eps, scale,
+                  width, H: constexpr, G: constexpr, E: constexpr, EP: constexpr, U: constexpr, M: constexpr, R: constexpr, N: constexpr,
                   BLOCK: constexpr, S: constexpr, LEAST: constexpr, WINDOW: constexpr, FRESH: constexpr, NORM: constexpr):
     "Attention of one token a place; U query heads a program in M rows, S splits. FRESH: q is the product of QKV, read in R rows."
     b, unit, s = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -226,14 +261,19 @@ def attend_kernel(q, weight, k_pool, v_pool, out, part, stat, count, table, rows
         blocks = table + row * width
         if FRESH:
             y, v = fresh_rows(q, weight, unit, g, b, cos + p * (E // 2), sin + p * (E // 2), eps, H, G, E, EP, U, R, NORM)
-            y = y.to(k_pool.dtype.element_ty)
+            y = y.to(q.dtype.element_ty)
             k = tl.sum(tl.where(tl.arange(0, R)[:, None] == U, y.to(tl.float32), 0.0), 0)[None, :]
-            if (s == 0) & (unit * U % (H // G) == 0): store_fresh(y, v, k_pool, v_pool, blocks, g, p, G, E, EP, U, R, BLOCK)
+            if (s == 0) & (unit * U % (H // G) == 0):
+                store_fresh(y, v, k_pool, v_pool, k_scale, v_scale, blocks, g, p, G, E, EP, U, R, BLOCK)
+            if k_pool.dtype.element_ty.primitive_bitwidth == 8: k, v = as_kept(k, k_pool), as_kept(v, v_pool)
             if M == 1: x = tl.sum(tl.where(tl.arange(0, R)[:, None] == 0, y.to(tl.float32), 0.0), 0)[None, :]
             else: x = y
         else: x = tl.load(q + head * E + e, mask=keep, other=0.0)
-        if M == 1: m, l, acc = scan_lanes(x.to(tl.float32), k_pool, v_pool, blocks, g, lo, hi, scale, G, E, EP, N, BLOCK)
-        else: m, l, acc = scan_dot(x, tl.full((M,), p, tl.int32), k_pool, v_pool, blocks, g, lo, hi, scale, M, G, E, EP, N, BLOCK, False, 0)
+        if M == 1:
+            m, l, acc = scan_lanes(x.to(tl.float32), k_pool, v_pool, k_scale, v_scale, blocks, g, lo, hi, scale, G, E, EP, N, BLOCK)
+        else:
+            m, l, acc = scan_dot(x, tl.full((M,), p, tl.int32), k_pool, v_pool, k_scale, v_scale, blocks, g, lo, hi, scale, M, G, E, EP, N,
+                                 BLOCK, False, 0)
         if FRESH:
             if s == 0: m, l, acc = join_fresh(m, l, acc, x, v, k, scale)
         if used == 1: tl.store(out + head * E + e, acc / l[:, None], mask=keep)
@@ -297,7 +337,7 @@ def attend(att: PagedAttention, layer: int, q: Tensor, weight: Tensor | None, ep
     if c.S > 1:
         part = torch.empty(B * H * c.S * pow2(E), dtype=torch.float32, device=q.device)
         stat = torch.empty(B * H * c.S * 2, dtype=torch.float32, device=q.device)
-    attend_kernel[(B, H // c.U, c.S)](q, q if weight is None else weight, kv.k[layer], kv.v[layer], out, part, stat, count,
+    attend_kernel[(B, H // c.U, c.S)](q, q if weight is None else weight, *kv.pages(layer), out, part, stat, count,
         at.st.table, at.rows, at.positions, at.act, at.cos, at.sin, eps, att.scale * math.log2(math.e), at.st.table.shape[1],
         H=H, G=G, E=E, EP=pow2(E), U=c.U, M=M, R=max(M, 2), N=c.N, BLOCK=kv.block_size, S=c.S, LEAST=c.least,
         WINDOW=att.windows[layer] or 0, FRESH=fresh, NORM=weight is not None, num_warps=c.warps, num_stages=c.stages)
@@ -305,8 +345,8 @@ def attend(att: PagedAttention, layer: int, q: Tensor, weight: Tensor | None, ep
 
 # %% ../nbs/14a_splitkv.ipynb #2d30eb4c
 @jit
-def prefill_kernel(q, k_pool, v_pool, out, tiles, table, rows, scale, width, H: constexpr, G: constexpr, E: constexpr, EP: constexpr,
-                   M: constexpr, N: constexpr, BLOCK: constexpr, WINDOW: constexpr):
+def prefill_kernel(q, k_pool, v_pool, k_scale, v_scale, out, tiles, table, rows, scale, width, H: constexpr, G: constexpr, E: constexpr,
+                   EP: constexpr, M: constexpr, N: constexpr, BLOCK: constexpr, WINDOW: constexpr):
     "A tile of up to M tokens of one chunk and one head; tiles [n, 4]: chunk, first packed token, first position, tokens."
     tile, h = tiles + tl.program_id(0) * 4, tl.program_id(1)
     j, e = tl.arange(0, M), tl.arange(0, EP)[None, :]
@@ -316,7 +356,8 @@ def prefill_kernel(q, k_pool, v_pool, out, tiles, table, rows, scale, width, H: 
     x = tl.load(q + cell, mask=m, other=0.0)
     lo = tl.maximum(start + 1 - WINDOW, 0) if WINDOW > 0 else start * 0
     blocks = table + tl.load(rows + tl.load(tile)) * width
-    _, l, acc = scan_dot(x, start + j, k_pool, v_pool, blocks, h // (H // G), lo, start + n, scale, M, G, E, EP, N, BLOCK, True, WINDOW)
+    _, l, acc = scan_dot(x, start + j, k_pool, v_pool, k_scale, v_scale, blocks, h // (H // G), lo, start + n, scale, M, G, E, EP, N, BLOCK,
+                         True, WINDOW)
     tl.store(out + cell, acc / l[:, None], mask=m)
 
 def prompt_tiles(starts: list[int], lengths: list[int], M: int) -> np.ndarray: # [n, 4] int32
@@ -334,7 +375,7 @@ def attend_prompt(att: PagedAttention, layer: int, q: Tensor, tiles: Tensor, row
     kv, (T, H, E) = att.kv, q.shape
     out, small = q.new_empty(T, H * E), q.element_size() > 2
     M = prompt_tile(E, q.element_size())
-    prefill_kernel[(tiles.shape[0], H)](q, kv.k[layer], kv.v[layer], out, tiles, st.table, rows, att.scale * math.log2(math.e),
+    prefill_kernel[(tiles.shape[0], H)](q, *kv.pages(layer), out, tiles, st.table, rows, att.scale * math.log2(math.e),
         st.table.shape[1], H=H, G=kv.n_kv_heads, E=E, EP=pow2(E), M=M, N=32 if small else 64, BLOCK=kv.block_size,
         WINDOW=att.windows[layer] or 0, num_warps=4 if M == 64 else 8, num_stages=2)
     return out

@@ -1,6 +1,7 @@
 """Every kernel of a decode step, a prompt and the sampling tails compiles for an H200, on a machine that has none.
 
 The interpreter says that a kernel is right; only the compiler says that it is a program."""
+import itertools
 import os
 import subprocess
 import sys
@@ -15,8 +16,9 @@ def compile_all() -> None:
     import numpy as np
     import torch
     from llminfer import kernels, layers
-    from llminfer.attention import KVPool, PagedAttention
+    from llminfer.attention import PagedAttention
     from llminfer.interfaces import RowInit, variant_of
+    from llminfer.kv_codes import POOLS
     from llminfer.model import Dense, ModelConfig, Transformer, tensor_shapes
     from llminfer.request import SamplingParams
     from llminfer.runner import DecodeState, Ring
@@ -31,7 +33,7 @@ def compile_all() -> None:
         model = Transformer.from_tensors(c, {k: torch.empty(s, dtype=torch.bfloat16) for k, s in tensor_shapes(c).items()}, torch.bfloat16, "cpu",
                                          linear=dense)
         for B in (1, 2, 8, 64, 256):
-            st, kv = DecodeState(B, 1024, 16, "cpu"), KVPool(2, 65, 16, G, E, torch.bfloat16, "cpu")
+            st, kv = DecodeState(B, 1024, 16, "cpu"), POOLS["auto"](2, 65, 16, G, E, torch.bfloat16, "cpu")
             sampler, ring, rows = SamplerState(B + 1, V, "cpu"), Ring(8, B, torch.device("cpu")), torch.arange(B)
             p = layers.LayerProgram(model, PagedAttention(kv, H, windows=c.windows))
             zeros, act = torch.zeros(B, dtype=torch.int64), torch.ones(B, dtype=torch.bool)
@@ -41,6 +43,11 @@ def compile_all() -> None:
                 sampler.init_rows([RowInit(r, 0, params, np.arange(3, dtype=np.int32), 3, 1000) for r in range(B)])
                 p.finish(st, sampler, ring, torch.zeros(B, V, dtype=torch.bfloat16), rows, zeros + 6, act, variant_of(params))
         p.prefill(st, torch.zeros(200, dtype=torch.int64), torch.arange(2), torch.arange(200) % 100, [0, 0], [100, 100])
+        for kind, B in itertools.product(("fp8", "int8"), (1, 64)):
+            st, zeros, act = DecodeState(B, 1024, 16, "cpu"), torch.zeros(B, dtype=torch.int64), torch.ones(B, dtype=torch.bool)
+            p = layers.LayerProgram(model, PagedAttention(POOLS[kind](2, 65, 16, G, E, torch.bfloat16, "cpu"), H, windows=c.windows))
+            for distinct in (True, False): p.decode(st, zeros, torch.arange(B), zeros + 5, act, 0, distinct)
+            p.prefill(st, torch.zeros(200, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.arange(200), [0], [200])
     kinds = {n for n, _ in compiled}
     assert all("cubin" in k.asm for k in compiled.values())
     print(len(compiled), "kernels of", len(kinds), "kinds")

@@ -53,6 +53,32 @@ def test_decode_attention(E, H, G, dtype, block):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("E, H, G, dtype", [(64, 12, 4, torch.bfloat16), (128, 16, 8, torch.bfloat16), (96, 6, 2, torch.float16), (128, 8, 2, torch.float32)], ids=str)
+def test_coded_pages(E, H, G, dtype, kind):
+    "Decode and a prompt over 8-bit pages against the reference that decodes them; a code may fall to the other side of a step, no more."
+    for rows in (2, 70):
+        a, b, c = scenes(3, rows, E, H, G, 16, 100, dtype, 400, rows, kv_dtype=kind)
+        for layer in range(2):
+            q, k, v = b.torch_heads(b.qkv, b.at.positions)
+            want = b.att.decode(layer, q, k, v, b.att.decode_meta(b.st.table[:rows], b.at.positions, b.live)).reshape(rows, -1)
+            got = attend(a.att, layer, rotate_write(a.att, layer, a.qkv, a.weight, 1e-6, a.at), a.weight, 1e-6, a.at, a.count)
+            once = attend(c.att, layer, c.qkv, c.weight, 1e-6, c.at, c.count, fresh=True)
+            for out in (got, once):
+                off = (out.float() - want.float()).abs()
+                assert not out.isnan().any() and off.max() < 5e-2 and off.flatten().quantile(0.97) < TOL[dtype]
+        n, at = min(int(a.lens[0]), 300), torch.arange(rows, device="cuda")
+        if a.live[0] and n > 40:                                                  # a prompt's second chunk over the same pages
+            tiles = torch.from_numpy(prompt_tiles([n - 40], [40], prompt_tile(E, dtype.itemsize))).cuda()
+            q = a.randn(40, H, E)
+            held = [torch.empty(40, G * E, dtype=dtype, device="cuda") for _ in range(2)]
+            slots = (a.st.table[0, torch.arange(n - 40, n, device="cuda") // 16] * 16 + torch.arange(n - 40, n, device="cuda") % 16).long()
+            for x, first in zip(held, (0, a.kv.n_slots)): a.kv.read(0, slots + first, x)
+            want = b.att.prefill(0, q, *(x.view(40, G, E) for x in held), b.att.prefill_meta(b.st.table[:1], [n - 40], [40])).reshape(40, -1)
+            assert (attend_prompt(a.att, 0, q, tiles, at[:1], a.st).float() - want.float()).abs().max() < 5e-2
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("E, H, G, dtype, block", MODELS, ids=str)
 def test_prefill_attention(E, H, G, dtype, block):
     rng = np.random.default_rng(0)

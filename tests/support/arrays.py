@@ -24,13 +24,13 @@ def pairwise(factors=FACTORS):
     return rows
 
 
-def core_for(model, row, prompts, n_new, rows=16, flight=2, **kw) -> EngineCore:
+def core_for(model, row, prompts, n_new, rows=16, flight=2, kv_dtype="auto", draft=0, **kw) -> EngineCore:
     "A core of this configuration; with `preempt`, its pool holds less than half of what the rows want at once."
     need = [-(-(len(p) + n_new) // row["block"]) for p in prompts]
     most = sum(sorted(need)[-rows:])
     n_blocks = 1 + (max(max(need), int(most * 0.45)) if row["preempt"] else most * (2 if row["prefix_cache"] else 1))
     return make_core(model, CoreConfig(block_size=row["block"], n_blocks=n_blocks, max_num_seqs=rows, max_num_batched_tokens=512, max_model_len=max(map(len, prompts)) + n_new + 1,
-        prefill_chunk=row["chunk"], window_steps=row["K"], prefix_cache=row["prefix_cache"], max_in_flight=flight, follow=flight > 1,
+        prefill_chunk=row["chunk"], window_steps=row["K"], prefix_cache=row["prefix_cache"], max_in_flight=flight, follow=flight > 1, kv_dtype=kv_dtype, draft=draft,
         reveal=1 if row["K"] == 4 else None), **kw)
 
 
