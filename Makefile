@@ -10,14 +10,17 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 CODE := llminfer tests $(wildcard tools examples benchmarks)
 
-.PHONY: help demo test check clients reproduce parity readme docs lab clean
+.PHONY: help demo test check clients ray reproduce parity reliability readme docs lab audit clean
 help:
 	@echo "make demo    answer a question with the demo model (installs the base packages once)"
 	@echo "make test    all tests, notebooks included (installs the dev packages once)"
 	@echo "make check   ruff and mypy over library and tests"
 	@echo "make clients heavy OpenAI clients against the server, in .venv-clients"
+	@echo "make ray     replicas on a Ray cluster of two nodes on this machine, in .venv-ray"
 	@echo "make reproduce  every number of the pages checked against the records, the registered comparisons judged (no GPU)"
 	@echo "make parity  the long comparison with transformers (about 12 minutes, resumable)"
+	@echo "make reliability  every fault, bad input and load of tests/reliability (about an hour, resumable), into benchmarks/records"
+	@echo "make audit   installed packages against the advisories of osv.dev (needs the network)"
 	@echo "make readme  README.md from nbs/index.ipynb"
 	@echo "make docs    the site, into _docs"
 	@echo "make lab     JupyterLab on the notebooks"
@@ -61,17 +64,38 @@ check: .venv/.dev
 clients: .venv/.dev .venv-clients/.ready
 	python tests/clients/run.py
 
+# Ray has 240 MB, more than all of the dev packages but torch: an environment of its own, which sees .venv's packages too
+.venv-ray/.ready: pyproject.toml .venv/.dev
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv/bin/python -c 'import site; print(site.getsitepackages()[0])' > "$$(.venv-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/dev.pth"
+	.venv-ray/bin/python -m pip install -q $(PIP_ARGS) $$(.venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"])')
+	@touch $@
+
+ray: .venv-ray/.ready
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -q tests/cluster/on_ray.py
+
 reproduce: .venv/.dev
 	python tools/reproduce.py
 
 parity: .venv/.dev .venv/.model
 	python benchmarks/parity.py
 
+reliability: .venv/.dev .venv/.model
+	python -m tests.reliability.run --nightly --out benchmarks/records/reliability-$$(date -u +%F).json $(RELIABILITY_ARGS)
+
 readme: .venv/.dev
 	python tools/readme.py
 
 docs: .venv/.dev
 	python tools/docs.py
+
+.venv-audit/.ready:
+	test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install -q $(PIP_ARGS) pip-audit
+	@touch $@
+
+audit: .venv/.dev .venv-audit/.ready
+	.venv-audit/bin/pip-audit --strict -s osv --path $$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || { echo 'the audit found something, or did not run'; exit 1; }
 
 lab: .venv/.lab
 	jupyter lab nbs

@@ -14,6 +14,7 @@ import psutil
 import torch
 import transformers
 import llminfer
+from llminfer.artifacts import cpu_name, paired_median
 from llminfer.benchmark import judge_greedy, logit_difference
 from llminfer.core import CoreConfig, generate, make_core
 from llminfer.loading import load_model, open_checkpoint
@@ -74,7 +75,7 @@ def alternate(arms, pairs, limit=0.05, tries=40):
 
 def row(name, n_tokens, times, void, verdict, baseline):
     med = {k: statistics.median(v) for k, v in times.items()}
-    ratios = {k: statistics.median(b / a for a, b in zip(times["llminfer"], times[k])) for k in times if k != "llminfer"}
+    ratios = {k: paired_median(times[k], times["llminfer"]) for k in times if k != "llminfer"}
     others = "  ".join(f"{k} {n_tokens / med[k]:7.1f} ({ratios[k]:.2f}x)" for k in ratios)
     print(f"{name:12s} llminfer {n_tokens / med['llminfer']:7.1f} tok/s  {others}  [{verdict.status}]", flush=True)
     return {"name": name, "n_tokens": n_tokens, "seconds": times, "tok_s": {k: n_tokens / m for k, m in med.items()}, "ratio": ratios,
@@ -129,8 +130,7 @@ def main():
 
 
 def environment(model):
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), platform.processor())
-    return {"cpu": cpu, "cores": psutil.cpu_count(), "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
+    return {"cpu": cpu_name(), "cores": psutil.cpu_count(), "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
             "transformers": transformers.__version__, "llminfer": llminfer.__version__, "linear": model.linear_kind,
             "date": datetime.now(UTC).isoformat(timespec="seconds")}
 

@@ -1,6 +1,6 @@
 """One arm of the GPU comparison in a process of its own: JSON lines in on stdin, JSON lines out on stdout; what libraries print goes to stderr.
 
-    python3 benchmarks/gpu_child.py ours|vllm|hf|judge
+    python3 benchmarks/gpu_child.py ours|vllm|hf|judge|ranks
 
 Requests: {"op": "load", "model": folder, ...}, {"op": "run", "prompts": ids, "n_new": n}, {"op": "idle"}, {"op": "judge", ...}, {"op": "quit"}.
 Replies carry "ok"; a failed request is {"ok": false, "error": one line} and the process goes on.
@@ -123,6 +123,32 @@ class Hf:
     def idle(self) -> dict[str, Any]: return {"pending": False}
 
 
+class Ranks:
+    "The whole paged engine on `tp` GPUs, by its own defaults."
+    def load(self, model: str, device: str, dtype: str, rows: int, n_blocks: int, max_model_len: int, budget: int, tp: int) -> dict[str, Any]:
+        from llminfer.config import CacheConfig, EngineConfig
+        from llminfer.ranks import RankedEngine
+        cache = CacheConfig(num_blocks=n_blocks, enable_prefix_cache=False)
+        self.engine = RankedEngine(EngineConfig(model_name=model, device=device, dtype=dtype, tensor_parallel_size=tp, max_num_seqs=rows, max_model_len=max_model_len,
+            max_num_batched_tokens=budget, cache=cache).validate())
+        self.engine.load()
+        return {"info": self.facts()}
+
+    def facts(self) -> dict[str, Any]: return {k: v for k, v in self.engine.info().items() if k in ("tensor_parallel", "kernels", "steps", "attention", "speculation", "counters", "kv_bytes")}
+
+    def run(self, prompts: list[list[int]], n_new: int) -> tuple[float, list[list[int]]]:
+        from llminfer.request import GenerationRequest
+        requests = [GenerationRequest(prompt_token_ids=p, max_new_tokens=n_new, temperature=0.0, ignore_eos=True) for p in prompts]
+        t = time.perf_counter()
+        out = self.engine.generate(requests)
+        if bad := [r.error for r in out if r.error]: raise RuntimeError(bad[0])
+        return time.perf_counter() - t, [r.token_ids for r in out]
+
+    def idle(self) -> dict[str, Any]:
+        "Captures happen by themselves, before the next launch."
+        return {"pending": bool(self.engine.loop.core.runner.wants_idle), "path": self.facts()}
+
+
 class Judge:
     "The gate: an oracle in higher precision, and transformers in the arms' precision as the measure of what rounding explains."
     def load(self, model: str, device: str, dtype: str, oracle: str) -> dict[str, Any]:
@@ -148,7 +174,7 @@ class Judge:
                 "verdicts": {k: v.to_dict() | {"explained": v.explained[:2], "n_explained": len(v.explained)} for k, v in verdicts.items()}}
 
 
-ARMS: dict[str, type] = {"ours": Ours, "vllm": Vllm, "hf": Hf, "judge": Judge}
+ARMS: dict[str, type] = {"ours": Ours, "vllm": Vllm, "hf": Hf, "judge": Judge, "ranks": Ranks}
 
 
 def serve(arm: Any, replies: Any) -> None:

@@ -11,12 +11,13 @@ the greedy one. `--vllm-settings` measures vLLM alone, under several settings in
 gpu_pack.md says how to bring vLLM to a machine without network.
 """
 from __future__ import annotations
-import argparse, atexit, json, os, platform, re, select, signal, statistics, subprocess, sys, time
+import argparse, atexit, json, math, os, platform, re, select, signal, statistics, subprocess, sys, time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 import torch
 from gpu_shapes import MODELS, ROOT, Prompts, floor_us, kv_token_bytes, matrix_params, write_model
+from llminfer.artifacts import cpu_name, paired_median
 from llminfer.loading import open_checkpoint
 
 HERE = Path(__file__).resolve().parent
@@ -262,8 +263,8 @@ def arm_figures(arm: str, s: dict[str, list[float]], batch: int, new: int) -> di
 
 def paired(theirs: list[float], ours: list[float]) -> float | None: # how many times faster ours is
     "Median of the ratios of pairs."
-    ratios = [t / o for t, o in zip(theirs, ours) if o > 0]
-    return round(statistics.median(ratios), 3) if ratios else None
+    ratio = paired_median(theirs, ours)
+    return None if math.isnan(ratio) else round(ratio, 3)
 
 
 def log_facts(log: Path) -> dict[str, Any]:
@@ -289,9 +290,8 @@ def environment(a: argparse.Namespace) -> dict[str, Any]:
     def of(package: str) -> str | None:
         try: return version(package)
         except PackageNotFoundError: return None
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), platform.processor())
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True) if not a.commit else None
-    return {"gpu": smi("name") or None, "driver": smi("driver_version") or None, "cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version(),
+    return {"gpu": smi("name") or None, "driver": smi("driver_version") or None, "cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version(),
             **{p: of(p) for p in ("torch", "triton", "transformers")}, "commit": a.commit or (git.stdout.strip() if git else "") or None,
             "date": datetime.now(UTC).isoformat(timespec="seconds")}
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 import numpy as np
 import torch
+from llminfer.artifacts import cpu_name
 from llminfer.core import CoreConfig, make_core
 from llminfer.model import ForcedModel
 from llminfer.request import SamplingParams
@@ -54,10 +55,9 @@ def main():
     measure(a.rows, 32, a.K)
     runs = [measure(a.rows, a.tokens, a.K) for _ in range(a.runs)]
     all_us, steady_us = [t / n * 1e6 for t, n, _, _ in runs], [s / m * 1e6 for _, _, s, m in runs]
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), platform.processor())
     record = {"kind": "host_cost", "rows": a.rows, "K": a.K, "new_tokens": a.tokens, "us_per_token": {"median": statistics.median(all_us), "all": all_us},
               "us_per_token_steady": {"median": statistics.median(steady_us), "all": steady_us}, "goal_us": 3.0, "predicted_us": 1.5,
-              "environment": {"cpu": cpu, "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
+              "environment": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
                               "date": datetime.now(UTC).isoformat(timespec="seconds")}}
     print(f"host us a token: {record['us_per_token']['median']:.2f} with admission, {record['us_per_token_steady']['median']:.2f} in steady decode")
     Path(a.out).write_text(json.dumps(record, indent=1) + "\n")

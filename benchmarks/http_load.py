@@ -6,7 +6,7 @@ clients   200 clients, 2,000 calls, half of them streams: every call must succee
 overload  calls at ten times the rate that the server finishes, for 30 s: accepted ones finish, the others get 503 (the goal: 50 ms at p99)
 leave     500 clients go away in the middle: no block is held a moment later"""
 from __future__ import annotations
-import argparse, asyncio, gc, json, os, platform, random, re, subprocess, sys, time
+import argparse, asyncio, gc, json, os, random, re, subprocess, sys, time
 from collections import deque
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -110,16 +110,16 @@ async def lines(port: int, n: int, back: Callable[[Line, int, bytes, float], Non
 
 
 async def capacity(port: int, seconds: float, seed: int = 1) -> float:
-    "Calls a second that the server finishes when it always has enough to do."
-    rng, done, end = random.Random(seed), 0, time.perf_counter() + seconds
+    "Calls a second that the server finishes when it always has enough to do; counts for so long, and until it has 16."
+    rng, done, over, start = random.Random(seed), 0, False, time.perf_counter()
     def back(line: Line, status: int, out: bytes, s: float) -> None:
         nonlocal done
         done += 1
-        if time.perf_counter() < end: line.ask(prepared(rng, 32))
+        if not over: line.ask(prepared(rng, 32))
     opened = await lines(port, 48, back)
     for line in opened: line.ask(prepared(rng, 32))
-    await asyncio.sleep(seconds)
-    rate = done / seconds
+    while (spent := time.perf_counter() - start) < seconds or done < 16: await asyncio.sleep(0.01)
+    rate, over = done / spent, True
     await asyncio.sleep(1.0)      # what still runs
     for line in opened: line.transport.close()
     return rate
@@ -194,6 +194,7 @@ def main() -> None:
     p.add_argument("--json", type=Path)
     p.add_argument("--engine", default="auto", help="where the server's engine lives: thread or process")
     a = p.parse_args()
+    from llminfer.artifacts import environment
     small, out, engine = 10 if a.quick else 1, {}, ("--engine", a.engine)
     if a.what in ("all", "clients"):
         with Child(4096, *engine) as c: out["clients"] = asyncio.run(many_clients(c.port, 200 // small, 2000 // small))
@@ -203,7 +204,7 @@ def main() -> None:
         with Child(256, *engine) as c: out["leave"] = asyncio.run(leavers(c.port, 500 // small))
     for k, v in out.items(): print(k, json.dumps(v))
     good = all(not v.get("failed") and not v.get("wrong") and not v.get("unanswered") and not v.get("blocks_held") and v.get("next_status", 200) == 200 for v in out.values())
-    if a.json: a.json.write_text(json.dumps({"benchmark": "http_load", "python": platform.python_version(), "cpus": os.cpu_count(), **out}, indent=1))
+    if a.json: a.json.write_text(json.dumps({"kind": "http_load", "environment": environment(), "goal": {"refused_p99_ms": 50}, **out}, indent=1) + "\n")
     sys.exit(0 if good else 1)
 
 

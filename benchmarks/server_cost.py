@@ -10,6 +10,7 @@ import argparse, asyncio, json, platform, statistics, threading, time
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import mkdtemp
+from llminfer.artifacts import cpu_name
 from llminfer.batching import SchedulerConfig
 from llminfer.config import EngineConfig
 from llminfer.engine_handle import EngineFacts, Job, Words, scripted_engine
@@ -125,9 +126,8 @@ def main():
     a = ap.parse_args()
     med, runs = asyncio.run(main_async(a, tokenizer()))
     process = asyncio.run(in_process(a))
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), platform.processor())
     record = {"kind": "server_cost", "streams": a.streams, "new_tokens": a.tokens, "step_ms": a.step_ms, "median": med, "process": process, "runs": runs, "predicted_loop_us": 12.0,
-              "environment": {"cpu": cpu, "python": platform.python_version(), "date": datetime.now(UTC).isoformat(timespec="seconds")}}
+              "environment": {"cpu": cpu_name(), "python": platform.python_version(), "date": datetime.now(UTC).isoformat(timespec="seconds")}}
     print(", ".join(f"{k} {v:.2f}" for k, v in (med | process).items()))
     Path(a.out).write_text(json.dumps(record, indent=1) + "\n")
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 import numpy as np
 import torch
+from llminfer.artifacts import cpu_name, paired_median
 from llminfer.core import CoreConfig, make_core
 from llminfer.grammars import Grammars, LLGuidance, TokenBytes, XGrammar
 from llminfer.loading import load_model, open_checkpoint
@@ -104,12 +105,11 @@ def main():
     assert all(f[2] == g[2] for f, g in zip(free, grammar)), "a neighbour's tokens changed"
     med = lambda runs, i: statistics.median(r[i] for r in runs)
     made = {k: sum(g[3][k] for g in grammar) for k in ("masks", "mask_us")}
-    ratio = statistics.median(g[0] / f[0] for f, g in zip(free, grammar))
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), platform.processor())
+    ratio = paired_median([g[0] for g in grammar], [f[0] for f in free])
     record = {"kind": "structured_cost", "model": "demo", "vocab_size": V, "libraries": libraries, "neighbours": {"rows": 7, "tokens": a.tokens, "runs": a.runs,
               "tok_s_free": med(free, 0), "tok_s_grammar": med(grammar, 0), "ratio": ratio, "free_row_tok_s": med(free, 1), "grammar_row_tok_s": med(grammar, 1),
               "mask_us": made["mask_us"] / max(made["masks"], 1), "processor_ms": processor_ms(V), "tokens_equal": True}, "goal_ratio": 0.9, "predicted_ratio": 0.98,
-              "environment": {"cpu": cpu, "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__}, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+              "environment": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__}, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     Path(a.out).write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record["neighbours"], indent=1))
     ok = ratio >= 0.9

@@ -132,6 +132,7 @@ class Adapters(AdapterBooks):
         self.model = model
         self.stacks = None if self.lacks else Stacks(model)
         self.between: Callable[[Callable[[], None]], None] = lambda do: do()   # runs a function between two windows
+        self.tell: Callable[..., None] = lambda *note: None                    # other ranks of a split model, which must do the same
         self.core: Callable[[], Any] = lambda: None
 
     def attach(self, core: Any) -> Any: # the core
@@ -154,7 +155,7 @@ class Adapters(AdapterBooks):
         with self.loading:
             if name in self.names and not replace:
                 raise AdapterError(f"an adapter named {short_repr(name)} is loaded: unload it, or choose another name", "adapter_name")
-            a = read_adapter(path, self.model.config, self.model.dtype)
+            a = read_adapter(path, self.model.full_config, self.model.dtype)
             return install(self, a, name, activate)
 
     def unload(self, name: str | None = None, timeout: float | None = None) -> None: unload(self, name, timeout)
@@ -192,6 +193,9 @@ def leave(books: Adapters, e: Entry) -> None:
     books._settle(e)
 
 def fill_slot(books: Adapters, stacks: Stacks, slot: int, a: Adapter) -> None:
+    "Put an adapter into a slot; a rank of a split model keeps its part."
+    books.tell("fill", slot, a)
+    a = books.model.part_of(a)
     if stacks.fit(slot, a): forget_steps(books)
     write_slot(stacks, slot, a)
 
@@ -220,6 +224,7 @@ def unload(books: Adapters, name: str | None = None, timeout: float | None = Non
 
 def empty(books: Adapters) -> None:
     "The last adapter has gone: its memory too."
+    books.tell("empty")
     forget_steps(books)
     if books.stacks is not None and not books.taken: drop_stacks(books.stacks)
 

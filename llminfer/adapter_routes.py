@@ -40,6 +40,8 @@ async def load_adapter(call: Call, body: LoadAdapterRequest) -> Response:
     "Load an adapter from the server's folder; it is chosen by its name as `model`."
     service, name = call.service, body.lora_name
     assert service.lora_dir is not None
+    if not 0 < len(name) <= 128 or not name.isprintable():
+        raise ApiError(400, f"lora_name must have 1 to 128 printable characters, got {ascii(name[:100])}", "lora_name", "invalid_value")
     if name in service.base:
         raise ApiError(400, f"{ascii(name[:100])} names the model itself: choose another", "lora_name", "invalid_value")
     path = within(body.lora_path, service.lora_dir)

@@ -14,8 +14,8 @@ from torch import Tensor
 from .drawing import PALETTE, QUIET, box, svg_page, words
 
 # %% auto #0
-__all__ = ['page_map', 'KVPool', 'DecodeMeta', 'Attention', 'PagedReads', 'PagedDecode', 'PrefillGroup', 'PrefillMeta', 'upload',
-           'upload_all', 'PagedGroups', 'PagedAttention']
+__all__ = ['page_map', 'KVPages', 'KVPool', 'DecodeMeta', 'Attention', 'PagedReads', 'PagedDecode', 'PrefillGroup', 'PrefillMeta',
+           'upload', 'upload_all', 'PagedGroups', 'PagedAttention']
 
 # %% ../nbs/09_attention.ipynb #51c0045a
 def page_map(
@@ -41,8 +41,8 @@ def page_map(
                            thick=p == last, pale=not first <= p <= last))
     return svg_page(min(n_blocks, per) * (block_size * cell + gap), -(-n_blocks // per) * (cell + 22) + 4, out)
 
-# %% ../nbs/09_attention.ipynb #a5abd3c6
-class KVPool:
+# %% ../nbs/09_attention.ipynb #28848a84
+class KVPages:
     "The KV pages of every layer; `k[layer]` and `v[layer]` are [n_blocks, block, G, E] and start as zeros."
     def __init__(self,
         n_layers: int,
@@ -73,6 +73,9 @@ class KVPool:
         "Bytes that one block takes over all layers, K and V."
         return 2 * n_layers * block_size * n_kv_heads * head_dim * dtype.itemsize
 
+# %% ../nbs/09_attention.ipynb #a5abd3c6
+class KVPool(KVPages):
+    "The pages and the ways in and out."
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: # k and v as they are held
         "Put k and v [N, G, E] into `slots` [2N] int64: N slots for k, then N for v, numbered over the whole layer."
         self.slots[layer].index_copy_(0, slots, torch.cat((k, v)).view(len(slots), -1))

@@ -13,9 +13,9 @@ from .config import Backend, ConfigError, EngineConfig
 from .cli_flags import HUB as HUB, LATER, MEMORY, MODEL, SERVER, EngineFlags, engine_config, flag, given_words, put_json, with_flags
 
 # %% auto #0
-__all__ = ['BACKEND', 'CHOICES', 'RANGES', 'NOT_NEEDED', 'NOT_YET', 'bind', 'url_of', 'EngineWords', 'ServeFlags', 'served_model',
-           'serve_config', 'Choice', 'choices', 'choice_table', 'Ending', 'say', 'make_server', 'hints', 'settle_in',
-           'serve']
+__all__ = ['BACKEND', 'CHOICES', 'RANGES', 'NOT_NEEDED', 'bind', 'url_of', 'EngineWords', 'ServeFlags', 'served_model',
+           'guessing', 'serve_config', 'Choice', 'choices', 'choice_table', 'Ending', 'say', 'replicated',
+           'make_server', 'hints', 'settle_in', 'serve']
 
 # %% ../nbs/27b_cli_serve.ipynb #63c1ac0d
 def bind(
@@ -52,9 +52,11 @@ BACKEND = flag(MODEL, "--backend", "-b", metavar="NAME",
 class EngineWords(EngineFlags):
     "Engine settings as other servers call them."
     backend: Annotated[str, BACKEND] = "auto"  # type: ignore[assignment]
+    upstream_url: Annotated[str | None, flag(MODEL, "--upstream-url", "--url",
+        help="address of an OpenAI-compatible server, for --backend upstream")] = None
     bundle: Annotated[str | None, flag(MODEL, metavar="FOLDER", show_default="$ESME_BUNDLE_PATH, then $LLM_INFER_BUNDLE",
         help="Esme bundle to serve")] = None
-    assistant_model: Annotated[str | None, flag(LATER, help="draft model for speculative decoding; not available yet")] = None
+    assistant_model: Annotated[str | None, flag(MODEL, help="draft model, or folder of a trained draft head")] = None
     decode_graphs: Annotated[bool, flag(MODEL, "--decode-graphs/--no-decode-graphs", help="capture decode steps on a GPU")] = True
     fused_elementwise: Annotated[bool, flag(MODEL, "--fused-elementwise/--no-fused-elementwise",
         help="our own kernels where they run; off is --kernels torch")] = True
@@ -62,10 +64,11 @@ class EngineWords(EngineFlags):
     grouped_decode_graphs: Annotated[bool | None, flag(LATER, "--grouped-decode-graphs/--no-grouped-decode-graphs",
         help="not needed: a whole step is one graph")] = None
     preemption_policy: Annotated[str, flag(MEMORY, help="recompute: when blocks run out, the youngest begins again later")] = "recompute"
-    prompt_lookup_speculative: Annotated[bool, flag(LATER, "--prompt-lookup-speculative/--no-prompt-lookup-speculative",
-        help="draft from the prompt; not available yet")] = False
-    prompt_lookup_max_draft_tokens: Annotated[int | None, flag(LATER, help="not available yet")] = None
-    prompt_lookup_max_ngram_size: Annotated[int | None, flag(LATER, help="not available yet")] = None
+    prompt_lookup_speculative: Annotated[bool | None, flag(MODEL, "--prompt-lookup-speculative/--no-prompt-lookup-speculative",
+        show_default="on a CPU", help="guess tokens ahead from the text so far")] = None
+    prompt_lookup_max_draft_tokens: Annotated[int | None, flag(MODEL, help="another name of --spec-num-assistant-tokens")] = None
+    prompt_lookup_max_ngram_size: Annotated[int | None, flag(LATER,
+        help="not needed: the longest end of 2 to 4 tokens that came before is taken")] = None
     max_batch_size: Annotated[int | None, flag(MEMORY, help="another name of --max-num-seqs")] = None
     batch_timeout_ms: Annotated[float, flag(LATER, help="nothing waits for a batch to fill: not needed")] = 20.0
 
@@ -87,27 +90,31 @@ class ServeFlags(EngineWords):
     guard_all: Annotated[bool, flag(SERVER, "--guard-all", help="ask for the key on health and metrics too")] = False
     cors_origin: Annotated[list[str] | None, flag(SERVER, help="web page that may call from elsewhere; may be repeated; * is any")] = None
     engine: Annotated[str, flag(SERVER, help="auto, thread or process: where the engine lives; auto is a process on a GPU")] = "auto"
+    replicas: Annotated[int, flag(SERVER, help="engines side by side, routed to by prefix; more than 1 needs llminfer[ray]; "
+        "RAY_ADDRESS names a cluster")] = 1
     max_queue_size: Annotated[int, flag(SERVER, help="requests that may wait; the next gets 503")] = 1024
     max_queue_tokens: Annotated[int, flag(SERVER, help="prompt tokens that may wait")] = 2**20
     request_timeout: Annotated[float | None, flag(SERVER, show_default="none",
         help="seconds a request may take, waiting included")] = None
     drain: Annotated[float, flag(SERVER, help="seconds that running answers get after the first signal")] = 30.0
+    hang_timeout: Annotated[float, flag(SERVER, help="seconds a step may take; longer: its requests fail, its process is killed")] = 600.0
     max_body_mb: Annotated[float, flag(SERVER, help="largest request")] = 8.0
     keep_alive: Annotated[float, flag(SERVER, help="seconds between comments on a silent stream")] = 15.0
     reasoning_field: Annotated[str, flag(SERVER, help="where reasoning goes: both, reasoning or reasoning_content")] = "both"
     metrics_names: Annotated[str, flag(SERVER, help="names of the metrics: llminfer, vllm or both")] = "llminfer"
     log_level: Annotated[str, flag(SERVER, help="debug, info, warning or error")] = "info"
     log_format: Annotated[str, flag(SERVER, help="text, or json: a line an event")] = "text"
+    dashboard: Annotated[bool, flag(SERVER, "--dashboard", help="keep an event log; /dashboard shows the engine at work")] = False
     open: Annotated[bool, flag(SERVER, "--open", help="open the chat page in a browser when it is ready")] = False
 
 # %% ../nbs/27b_cli_serve.ipynb #758fda98
 CHOICES = {"engine": ("auto", "thread", "process"), "log_format": ("text", "json"), "log_level": ("debug", "info", "warning", "error"),
     "metrics_names": ("llminfer", "vllm", "both"), "reasoning_field": ("both", "reasoning", "reasoning_content"),
     "preemption_policy": ("recompute",), "backend": (*(b.value for b in Backend), "esme", "dense", "qwen")}
-RANGES = {"port": (0, 65535), "max_queue_size": (0, 2**31), "max_queue_tokens": (1, 2**31), "request_timeout": (0, 1e9), "drain": (0, 1e9),
-    "max_body_mb": (0.001, 2**16), "keep_alive": (0.1, 1e9)}
-NOT_NEEDED = {"decode_graph_buckets": "a size is captured when it is first used", "grouped_decode_graphs": "a whole step is one graph"}
-NOT_YET = {"prompt_lookup_speculative": False, "prompt_lookup_max_draft_tokens": None, "prompt_lookup_max_ngram_size": None}
+RANGES = {"port": (0, 65535), "replicas": (1, 4096), "max_queue_size": (0, 2**31), "max_queue_tokens": (1, 2**31),
+    "request_timeout": (0, 1e9), "drain": (0, 1e9), "hang_timeout": (1, 1e9), "max_body_mb": (0.001, 2**16), "keep_alive": (0.1, 1e9)}
+NOT_NEEDED = {"decode_graph_buckets": "a size is captured when it is first used", "grouped_decode_graphs": "a whole step is one graph",
+    "prompt_lookup_max_ngram_size": "the longest end of 2 to 4 tokens that came before is taken"}
 
 def served_model(s: ServeFlags) -> str:
     "The model that the words name; `ConfigError` if they contradict each other."
@@ -121,22 +128,28 @@ def served_model(s: ServeFlags) -> str:
     if s.bundle and (named or s.backend == "qwen"): raise ConfigError("bundle and model are both given: leave one out")
     return s.bundle or s.model
 
-# %% ../nbs/27b_cli_serve.ipynb #7f4e9dfb
+# %% ../nbs/27b_cli_serve.ipynb #b721adf3
+def guessing(s: ServeFlags) -> ServeFlags:
+    "The flags of prompt lookup in the engine's own words."
+    on, most = s.prompt_lookup_speculative, s.prompt_lookup_max_draft_tokens
+    if on is None and most is None: return s
+    if on is False and most: raise ConfigError(f"prompt_lookup_max_draft_tokens {most} needs prompt lookup: leave --no-prompt-lookup-speculative out")
+    return replace(s, spec_method="lookup" if on or most else s.spec_method, spec_num_assistant_tokens=0 if on is False else most or 4)
+
 def serve_config(s: ServeFlags) -> tuple[EngineConfig, list[str]]:   # (settings, notes)
     "The engine's settings, validated, and what to tell about flags that are not needed."
     for name, among in CHOICES.items():
         if (v := getattr(s, name)) not in among: raise ConfigError(f"{name} must be {' or '.join(among)}; got {v!r}")
     for name, (low, high) in RANGES.items():
         if (v := getattr(s, name)) is not None and not low <= v <= high: raise ConfigError(f"{name} must be from {low} to {high}; got {v}")
-    for name, off in NOT_YET.items():
-        if getattr(s, name) != off: raise ConfigError(f"{name} is not available yet; leave it out")
     backend = Backend.PAGED if s.backend in ("esme", "dense", "qwen") else Backend(s.backend)
     attention = "torch" if s.attention_backend in ("torch_sdpa", "torch_naive") else s.attention_backend
     kernels = "torch" if not s.fused_elementwise and s.kernels == "auto" else s.kernels
-    e = replace(s, model=served_model(s), backend=backend, attention_backend=attention, kernels=kernels,
-        max_num_seqs=s.max_num_seqs or s.max_batch_size, compile_cudagraphs=s.compile_cudagraphs and s.decode_graphs)
+    e = replace(guessing(s), model=served_model(s), backend=backend, attention_backend=attention, kernels=kernels,
+        max_num_seqs=s.max_batch_size if s.max_num_seqs is None else s.max_num_seqs,
+        compile_cudagraphs=s.compile_cudagraphs and s.decode_graphs)
     cfg = engine_config(e)
-    cfg.batch_timeout_ms, cfg.assistant_model_name = s.batch_timeout_ms, s.assistant_model
+    cfg.batch_timeout_ms, cfg.assistant_model_name, cfg.trace = s.batch_timeout_ms, s.assistant_model, s.dashboard
     return cfg.validate(), [f"--{n.replace('_', '-')} is not needed: {why}" for n, why in NOT_NEEDED.items() if getattr(s, n) is not None]
 
 # %% ../nbs/27b_cli_serve.ipynb #07052325
@@ -165,6 +178,7 @@ def choices(info: dict[str, Any], s: ServeFlags) -> list[Choice]:
     names = (("steps", "--no-decode-graphs", "decode_graphs"), ("kernels", "--kernels", "kernels"),
              ("attention", "--attention-backend", "attention_backend"), ("linear", "--dtype", "dtype"))
     rows += [c(name, d(name), flag, field) for name, flag, field in names if d(name)]
+    if s.replicas > 1: rows.insert(0, c("replicas", f"{s.replicas}, by prefix", "--replicas", "replicas"))
     return rows + [c("queue", f"{s.max_queue_size:,} requests", "--max-queue-size", "max_queue_size"),
                    c("drain", f"{s.drain:g} s", "--drain", "drain")]
 
@@ -218,7 +232,16 @@ def say(text: str, as_json: bool) -> None:
     "A line on standard error."
     with suppress(OSError): print(json.dumps({"event": "note", "message": text}) if as_json else text, file=sys.stderr, flush=True)
 
-# %% ../nbs/27b_cli_serve.ipynb #ae9d5fd7
+# %% ../nbs/27b_cli_serve.ipynb #36c40236
+def replicated(s: ServeFlags, cfg: EngineConfig, limits: Any, settings: dict[str, Any]) -> tuple[Any, Any]:   # (engine, app)
+    "Engines on Ray, and the door in front of them; `Ending` does not see the difference."
+    from llminfer.api import read_keys
+    from llminfer.scaling import RayServer, Scale
+    if s.lora_dir: raise ConfigError("lora_dir is for one engine: with --replicas give the adapters at the start, with --lora-modules")
+    if s.dashboard: raise ConfigError("dashboard shows one engine: leave it out with --replicas; /metrics has all of them")
+    engine = RayServer(Scale(cfg, s.replicas, place=s.engine, keys=read_keys(s.api_key, s.api_key_file), limits=limits, **settings))
+    return engine, engine.app
+
 def make_server(s: ServeFlags, cfg: EngineConfig) -> Ending:
     "Engine, app and uvicorn, nothing started."
     try:
@@ -230,12 +253,16 @@ def make_server(s: ServeFlags, cfg: EngineConfig) -> Ending:
     from llminfer.serving import AsyncEngine, ServingLimits
     setup_logging(s.log_format, s.log_level)  # type: ignore[arg-type]
     limits = ServingLimits(max_queued_requests=s.max_queue_size, max_queued_tokens=s.max_queue_tokens, deadline_s=s.request_timeout,
-        drain_s=s.drain)
-    engine = AsyncEngine(make_handle(cfg, s.engine), limits)  # type: ignore[arg-type]
-    app = create_openai_app(engine, api_key=s.api_key, api_key_file=s.api_key_file, cors_origins=s.cors_origin or (),
-        served_model_name=given_words("--served-model-name", s.served_model_name, True), max_body_bytes=int(s.max_body_mb * 2**20),
-        metrics_names=s.metrics_names, reasoning_field=s.reasoning_field, keep_alive_s=s.keep_alive,  # type: ignore[arg-type]
-        guard_all=s.guard_all, wait_until_ready=False, drain_s=s.drain, lora_modules=adapter_modules(s.lora_modules), lora_dir=s.lora_dir)
+        drain_s=s.drain, hang_s=s.hang_timeout)
+    shown = dict(served_model_name=given_words("--served-model-name", s.served_model_name, True), metrics_names=s.metrics_names,
+        reasoning_field=s.reasoning_field, keep_alive_s=s.keep_alive, guard_all=s.guard_all, drain_s=s.drain,
+        lora_modules=adapter_modules(s.lora_modules))
+    most, origins, keys = int(s.max_body_mb * 2**20), s.cors_origin or [], dict(api_key=s.api_key, api_key_file=s.api_key_file)
+    if s.replicas > 1: engine, app = replicated(s, cfg, limits, dict(app=shown, max_body_bytes=most, cors_origins=origins))
+    else:
+        engine = AsyncEngine(make_handle(cfg, s.engine), limits)  # type: ignore[arg-type]
+        app = create_openai_app(engine, cors_origins=origins, max_body_bytes=most, wait_until_ready=False, lora_dir=s.lora_dir,
+            **keys, **shown)  # type: ignore[arg-type]
     config = uvicorn.Config(app, log_config=None, log_level=s.log_level, access_log=False, timeout_graceful_shutdown=5)
     return Ending(uvicorn.Server(config), engine, s.drain, s.log_format == "json")
 
@@ -269,7 +296,10 @@ def serve(s: ServeFlags) -> int:
             settle_in()
             rows, seconds = choices(ending.engine.info, s), round(time.monotonic() - began, 1)
             if as_json: put_json({"event": "ready", "seconds": seconds, "choices": [asdict(r) for r in rows]})
-            else: print(f"{choice_table(rows)}\nReady after {seconds} s: {url} is the chat page, {url}/v1 the API; Ctrl-C ends", flush=True)
+            else:
+                shown = f", {url}/dashboard the dashboard" if s.replicas == 1 and ending.engine.handle.facts.log else ""
+                print(choice_table(rows))
+                print(f"Ready after {seconds} s: {url} is the chat page, {url}/v1 the API{shown}; Ctrl-C ends", flush=True)
             if s.open: webbrowser.open(url)
         asyncio.run(ending.run(sock, ready))
     return 0 if ending.signals < 2 else 130

@@ -227,8 +227,8 @@ class Visit:
         self.service.turnstile.leave()
 
     async def away(self, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
-        "Run a function; in a worker thread if the body is large, so that the loop goes on."
-        return await asyncio.to_thread(fn, *args, **kw) if self.size > SMALL else fn(*args, **kw)
+        "Run a function in a worker thread: the streams on the loop do not wait for it, however slow a tokenizer is."
+        return await asyncio.to_thread(fn, *args, **kw)
 
 # %% ../nbs/24e_completions.ipynb #35901242
 class Call(Visit):

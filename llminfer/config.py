@@ -98,13 +98,16 @@ class EngineSettings:
     hf_local_files_only: bool = False
     hf_trust_remote_code: bool = False
     hf_cache_dir: str | None = None
-    assistant_model_name: str | None = None
+    assistant_model_name: str | None = None   # a draft model, or the folder of a trained head
+    speculative_method: str | None = None     # lookup, draft, self or head; None: draft or head with an assistant, else lookup
+    speculative_layers: int | None = None     # first layers that draft by method self; None: a third of them
     compile_mode: str = "reduce-overhead"
     compile_dynamic: bool = True
     compile_fullgraph: bool = False
     compile_cudagraphs: bool = True
     compile_fallback_to_eager: bool = True
     dtype: str = "auto"                       # auto, float32, float16, bfloat16, float64
+    kv_cache_dtype: str = "auto"              # auto (as the model computes), fp8 or int8 (a scale a token and head, 09b)
 
 # %% ../nbs/00_config.ipynb #8ae29278
 @dataclass
@@ -204,7 +207,7 @@ CACHE_RULES: dict[str, Rule] = {
     "enable_paged_kv": _BOOL, "page_size_tokens": _int(1, 65536), "gpu_memory_fraction": _num(0, 1),
     "num_blocks": _or_none(_int(2, _MAX), "as many as memory allows"), "cpu_kv_bytes": _int(1, 2**63 - 1)}
 
-# %% ../nbs/00_config.ipynb #26923a92
+# %% ../nbs/00_config.ipynb #b2c85ba7
 ENGINE_RULES: dict[str, Rule] = {
     "model_name": _text("demo, a folder, a .gguf file or a hub id"), "backend": _enum(Backend),
     "quant": _a(QuantConfig), "cache": _a(CacheConfig),
@@ -212,6 +215,8 @@ ENGINE_RULES: dict[str, Rule] = {
     "repetition_penalty": _num(0, 100, True),
     "speculative_num_assistant_tokens": _or_none(_int(0, 64), "the default"),
     "speculative_confidence_threshold": _or_none(_num(0, 1), "the default"),
+    "speculative_method": _or_none(_choice("lookup", "draft", "self", "head"), "what fits the assistant"),
+    "speculative_layers": _or_none(_int(1, 4096), "a third of the layers"),
     "max_batch_size": _int(1, 65536), "batch_timeout_ms": _num(0, 3.6e6),
     "device": (lambda v: isinstance(v, str) and bool(_DEVICE.fullmatch(v)), "auto, cpu, cuda or cuda:N"),
     "tensor_parallel_size": _int(1, 64), "pipeline_parallel_size": _int(1, 64),
@@ -220,7 +225,7 @@ ENGINE_RULES: dict[str, Rule] = {
     "assistant_model_name": _or_none(_text("a folder, a .gguf file or a hub id"), "no draft model"),
     "compile_mode": _choice("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "compile_dynamic": _BOOL, "compile_fullgraph": _BOOL, "compile_cudagraphs": _BOOL, "compile_fallback_to_eager": _BOOL,
-    "dtype": _choice(*_DTYPES),
+    "dtype": _choice(*_DTYPES), "kv_cache_dtype": _choice("auto", "fp8", "int8"),
     "max_model_len": _or_none(_int(2, _MAX), "the model's own context"),
     "max_num_seqs": _or_none(_int(1, 65536), "16 on a CPU and 256 on a GPU"),
     "max_num_batched_tokens": _or_none(_int(1, 2**24), "512 on a CPU and 8192 on a GPU"),
@@ -251,6 +256,8 @@ def check_config(cfg: EngineConfig) -> None:
     cfg.quant.mode, cfg.cache.eviction = _as_enum(QuantMode, cfg.quant.mode), _as_enum(CacheEviction, cfg.cache.eviction)
     _check(cfg.quant, QUANT_RULES, "quant.")
     _check(cfg.cache, CACHE_RULES, "cache.")
+    if cfg.speculative_layers is not None and cfg.speculative_method != "self":
+        raise ConfigError(f"speculative_layers={cfg.speculative_layers} goes with speculative_method 'self' only")
 
 # %% ../nbs/00_config.ipynb #7a3adcdb
 def resolve_device(

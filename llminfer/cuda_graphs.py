@@ -104,6 +104,7 @@ def prefill_places(r: TorchRunner, b: Buffers, key: GraphKey) -> None:
     "One prefill step over buffers: every prompt token is a place of the batch."
     st, p = r.state, r.program.select(key.variant)
     hidden = p.decode(st, b.ids, b.rows, b.positions, b.act, key.nb)
+    if r.speculator: r.speculator.prompt(r, b.ids, b.rows, b.positions, b.act, hidden)
     if not key.n_samples: return
     logits = p.head(hidden.index_select(0, b.last))
     p.finish(st, r.sampler, r.ring, logits, b.srows, b.n_total, b.sact, key.variant)

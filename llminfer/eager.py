@@ -149,6 +149,7 @@ class Net:
         self.takes = inspect.signature(net.forward).parameters
         self.cache_name = cache_name(net)
 
+    def whole(self, logits: Tensor) -> Tensor: return logits   # nobody else has a part of the vocabulary
     def __call__(self,
         ids: Tensor,    # [B, q] int64
         at: Places,
@@ -285,6 +286,7 @@ def hub_args(cfg: EngineConfig) -> dict[str, Any]:
     "Where files of a hub id come from, as floors 04e and 05 take it."
     return dict(revision=cfg.hf_revision, token=cfg.hf_token, cache_dir=cfg.hf_cache_dir, local_files_only=cfg.hf_local_files_only)
 
+# %% ../nbs/20e_eager.ipynb #d0f41961
 def open_ours(cfg: EngineConfig, device: str) -> Opened:
     "A GGUF file or a bundle: our reader's tensors in transformers' model."
     transformers: Any = import_module("transformers")
@@ -346,14 +348,16 @@ def quantised(cfg: EngineConfig, device: str) -> dict[str, Any]:
     transformers: Any = import_module("transformers")
     return {"quantization_config": transformers.BitsAndBytesConfig(**cfg.quant.to_bnb_kwargs()), "device_map": {"": device}}
 
-# %% ../nbs/20e_eager.ipynb #4a0331a1
+# %% ../nbs/20e_eager.ipynb #14acfa1f
 EAGER_LACKS = {
     "int4": "bitsandbytes has none; use paged", "fp8": "bitsandbytes has none; use paged", "gguf": "transformers unpacks it; use paged",
     "adapter": "one model, one set of weights; merge the adapter with peft first",
     "assistant_model_name": "drafts run on the paged backend", "speculative_num_assistant_tokens": "drafts run on the paged backend",
-    "speculative_confidence_threshold": "drafts run on the paged backend",
+    "speculative_confidence_threshold": "drafts run on the paged backend", "speculative_method": "drafts run on the paged backend",
+    "kv_cache_dtype": "its products read plain numbers; use paged",
     "tensor_parallel_size": "one GPU; use paged or vllm", "pipeline_parallel_size": "one GPU; use vllm"}
 
+# %% ../nbs/20e_eager.ipynb #4a0331a1
 class EagerBackend(LoopBackend):
     "transformers computes, our scheduler and sampler do the rest."
     name, lacks = "eager", EAGER_LACKS

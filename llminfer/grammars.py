@@ -17,7 +17,7 @@ from .tokenization import Tokenizer
 # %% auto #0
 __all__ = ['NOTES', 'BOUNDS', 'KEPT', 'RULES', 'MOST_CHARS', 'MOST_DEPTH', 'TokenBytes', 'GrammarState', 'GrammarBackend',
            'XGrammar', 'library_message', 'tag_tokens', 'LLGuidance', 'subschemas', 'first_gap', 'own_gap', 'alone',
-           'type_of', 'resolve', 'apart', 'plain_schema', 'depth', 'Grammars', 'prepared', 'candidates']
+           'type_of', 'resolve', 'apart', 'plain_schema', 'depth', 'Grammars', 'usable', 'prepared', 'candidates']
 
 # %% ../nbs/19_grammars.ipynb #c3c3fce7
 class TokenBytes:
@@ -284,13 +284,20 @@ class Grammars:
         kind, value, gap = prepared(rule, param)
         names, errors = candidates(rule, kind, value, gap, param), []
         for name in names:
-            try: return name, self.backend(name).compile(kind, value, bool(rule.get("any_whitespace")))
+            try: return name, usable(self.backend(name).compile(kind, value, bool(rule.get("any_whitespace"))), self.vocab_size)
             except ValueError as e: errors.append(f"{name}: {e}")
         what = f"{kind} uses {gap!r}, which cannot be guaranteed here" if gap else f"this {kind} cannot be compiled"
         raise RequestError(f"{what} ({'; '.join(errors)}): leave it out or write it otherwise", param,
             "unsupported_schema" if kind == "json" else "invalid_grammar")
 
-# %% ../nbs/19_grammars.ipynb #1917a173
+# %% ../nbs/19_grammars.ipynb #b2f3e4f3
+def usable(make: Callable[[], GrammarState], vocab_size: int) -> Callable[[], GrammarState]:
+    "The maker itself, once a state of it has been seen to allow something: some rules are found to be empty only now."
+    make().fill(words := np.zeros(-(-vocab_size // 32), np.int32))
+    if words.any(): return make
+    raise ValueError("it allows no text at all")
+
+# %% ../nbs/19_grammars.ipynb #cd300de9
 def prepared(rule: dict[str, Any], param: str) -> tuple[str, Any, str | None]:
     "A rule's kind, its value as libraries take it, and the keyword that xgrammar would not keep."
     kind = next(k for k in rule if k not in ("any_whitespace", "backend"))
@@ -312,6 +319,9 @@ def prepared(rule: dict[str, Any], param: str) -> tuple[str, Any, str | None]:
 
 def candidates(rule: dict[str, Any], kind: str, value: Any, gap: str | None, param: str) -> list[str]:
     "Libraries to try, in order."
+    if kind == "regex" and re.search(r"[$^]", re.sub(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]|^\^|\$$", "", value)):
+        raise RequestError("an anchor (^ or $) in the middle of a regex cannot be kept: the whole text is matched, leave it out", param,
+            "invalid_grammar")
     lark = kind == "grammar" and re.search(r"^\s*(start\s*:|%llguidance)", value, re.M) is not None
     names = ["llguidance"] if gap or lark else ["xgrammar"] if kind in ("grammar", "structural_tag") else ["xgrammar", "llguidance"]
     asked = rule.get("backend", "auto")

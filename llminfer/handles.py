@@ -58,8 +58,9 @@ def resolve_params(
     draw_seed: Callable[[], int], # seed for a request that has none
 ) -> list[SamplingParams]: # one for each of the n samples
     "Turn a request into numbers for the sampler, checking every id against the vocabulary."
-    if (n_chars := sum(map(len, () if r.stop_sequences is None else r.stop_sequences))) > MAX_STOP_CHARS:
-        raise RequestError(f"stop_sequences hold {n_chars} characters, and at most {MAX_STOP_CHARS} are allowed", "stop_sequences")
+    for name in ("stop_sequences", "bad_words", "force_words"):
+        if (n_chars := sum(map(len, () if (v := getattr(r, name)) is None else v))) > MAX_STOP_CHARS:
+            raise RequestError(f"{name} hold {n_chars} characters, and at most {MAX_STOP_CHARS} are allowed", name)
     V, eos = min(config.vocab_size, tok.vocab_size), () if r.ignore_eos else tuple(config.eos_token_ids)
     bias, bad = r.logit_bias or {}, bad_words_ids(tok, () if r.bad_words is None else r.bad_words, max_model_len)
     room = max(max_model_len - n_prompt, 0)

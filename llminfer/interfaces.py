@@ -15,7 +15,7 @@ from .request import SamplingParams, RequestError
 __all__ = ['TOKEN_BITS', 'TAG_BITS', 'STATUS_BITS', 'GEN_BITS', 'TAG_SHIFT', 'STATUS_SHIFT', 'EMIT_SHIFT', 'GEN_SHIFT',
            'TAG_MASK', 'GEN_MASK', 'RowStatus', 'pack_word', 'unpack_words', 'step_tag', 'Variant', 'variant_of',
            'RowInit', 'TablePatch', 'PrefillChunk', 'Plan', 'plan_row', 'plan_svg', 'Harvest', 'SeqDelta', 'Ticket',
-           'Runner', 'CacheFullError']
+           'Runner', 'CacheFullError', 'EngineLostError']
 
 # %% ../nbs/03_interfaces.ipynb #1ddc67e9
 class RowStatus(IntEnum):
@@ -229,3 +229,6 @@ class Runner(Protocol):
 
 class CacheFullError(RequestError):
     "A request that could never fit the KV pool, however long it waited."
+
+class EngineLostError(RuntimeError):
+    "The engine cannot go on, through no fault of a request: whoever turns its loop ends it."

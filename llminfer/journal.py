@@ -126,9 +126,13 @@ class Journal(Plans):
         if h.done: self.launched.pop(f.window_id, None)
         more: dict[str, Any] = {}
         if self.trace.ids: more["ids"] = [h.tokens[:, s.row][emit[:, s.row]].tolist() for s, _ in hot]
+        if h.drafted is not None:
+            tried = [(s, n) for s, n in zip(b.owner, (h.drafted * (h.generation[..., 0] == b.gens)).sum(0).tolist()) if n and s is not None]
+            more["spec"] = [[s.seq_id, n, int(emit[:, s.row, 1:].sum())] for s, n in tried]     # guesses tried, and right ones
         if h.times is not None and len(h.times):
-            gaps = np.diff(h.times, prepend=self.device_last or h.times[0]) * 1e3
-            more["device_ms"], self.device_last = np.round(gaps, 4).tolist(), float(h.times[-1])
+            times = h.times.tolist()
+            more["device_ms"] = [round((t - u) * 1e3, 4) for u, t in zip([self.device_last or times[0], *times], times)]
+            self.device_last = times[-1]
         self.emit("step", window_id=f.window_id, ms=round((now - since) * 1e3, 4), steps=len(h.tokens), batch=len(f.members),
             tokens=sum([n for _, n in hot]), prefill=sum(len(c.ids) for _, _, c in f.chunks) if h.done else 0, out=[[s.seq_id, n] for s,
                 n in hot],

@@ -173,11 +173,12 @@ class FusedStack(TorchProgram):
         fault_point("model.forward", n_tokens=ids.shape[0])
         h = torch.empty(ids.shape[0], m.config.hidden_size, dtype=m.dtype, device=ids.device)
         x = torch.empty_like(h, dtype=torch.float32)
-        add_norm(x, m.embed, m.layers[0].attn_norm, h, eps, ids)
+        table, at = m.look_up(ids)
+        add_norm(x, table, m.layers[0].attn_norm, h, eps, at)
         after = [*(layer.attn_norm for layer in m.layers[1:]), m.norm]
         for i, (layer, norm) in enumerate(zip(m.layers, after)):
-            add_norm(x, product(layer.o, attend_layer(i, product(layer.qkv, h))), layer.mlp_norm, h, eps)
-            add_norm(x, product(layer.down, silu_mul(product(layer.gate_up, h))), norm, h, eps)
+            add_norm(x, m.join(product(layer.o, attend_layer(i, product(layer.qkv, h)))), layer.mlp_norm, h, eps)
+            add_norm(x, m.join(product(layer.down, silu_mul(product(layer.gate_up, h)))), norm, h, eps)
         return h
 
     def fuses(self, variant: Variant) -> bool:

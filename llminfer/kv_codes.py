@@ -33,12 +33,8 @@ def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor: # [..., 
 class CodedKVPool(KVPool):
     "A pool of codes: `k[layer]` and `v[layer]` hold fp8, `k_scale[layer]` and `v_scale[layer]` [n_blocks, block, G] float16."
     kind = "fp8"
-
-    def __init__(self,
-        n_layers: int, n_blocks: int, block_size: int, n_kv_heads: int, head_dim: int,
-        dtype: torch.dtype = torch.float32,   # of what attention reads
-        device: torch.device | str = "cpu",
-    ):
+    def __init__(self, n_layers: int, n_blocks: int, block_size: int, n_kv_heads: int, head_dim: int,
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"): # dtype: of what attention reads
         super().__init__(n_layers, n_blocks, block_size, n_kv_heads, head_dim, torch.uint8, device)
         self.dtype, self.token_bytes = dtype, n_kv_heads * head_dim * dtype.itemsize
         code, n, shape = CODES[self.kind][0], self.n_slots, (n_blocks, block_size, n_kv_heads)
@@ -67,7 +63,7 @@ class CodedKVPool(KVPool):
         out.copy_(decode(codes, self.scales[layer].index_select(0, slots), self.dtype).view(out.shape))
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        "What a kernel reads: codes of k and of v, scales of k and of v."
+        "Codes of k and of v, scales of k and of v."
         return self.k[layer], self.v[layer], self.k_scale[layer], self.v_scale[layer]
 
     def copy_blocks(self, src: Tensor, dst: Tensor) -> None:

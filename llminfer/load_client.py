@@ -19,8 +19,8 @@ from .drawing import PALETTE, QUIET, box, svg_page, words
 # %% auto #0
 __all__ = ['PERCENTILES', 'LIMITS', 'WORDS', 'T', 'Timed', 'spread', 'parse_limits', 'meets', 'peaks', 'interval', 'load_metrics',
            'arrivals', 'make_prompts', 'Reply', 'length_of', 'open_body', 'take_event', 'read_reply', 'error_of',
-           'send_json', 'MockServer', 'mock_server', 'LoadSettings', 'request_bodies', 'find_model', 'send', 'Ticker',
-           'LoadResult', 'drive', 'run_here', 'run_load', 'load_json', 'timeline']
+           'send_json', 'MockServer', 'mock_server', 'LoadSettings', 'request_bodies', 'find_model', 'take', 'send',
+           'Ticker', 'LoadResult', 'drive', 'run_here', 'run_load', 'load_json', 'timeline']
 
 # %% ../nbs/25b_load_client.ipynb #c03d2bdf
 @dataclass
@@ -151,10 +151,18 @@ def make_prompts(
 
 # %% ../nbs/25b_load_client.ipynb #12135091
 class Reply(asyncio.Protocol):
-    "The bytes of one response, each piece with the moment it came."
-    def __init__(self) -> None:
+    "The bytes of one response, each piece with the moment it came; after `start` those of the next one."
+    transport: Any = None
+    def __init__(self) -> None: self.start()
+    def start(self) -> Reply:
         self.pieces, self.tail, self.size, self.need = list[tuple[float, bytes]](), b"", 0, 0
         self.done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return self
+
+    @property
+    def free(self) -> bool:
+        "Whether the response is over and its connection may carry another."
+        return not self.transport.is_closing() and (self.tail.endswith(b"\r\n0\r\n\r\n") or 0 < self.need <= self.size)
 
     def connection_made(self, transport: Any) -> None: self.transport = transport
 
@@ -381,27 +389,37 @@ def find_model(s: LoadSettings) -> str:
     if not s.model and ids: return ids[0]
     raise ConfigError(f"{s.url} has no model {s.model!r}; choose one of: {', '.join(ids[:20]) or 'none'}")
 
-async def send(s: LoadSettings, body: dict[str, Any], t: Timed, context: ssl.SSLContext | None) -> None:
-    "One request on a connection of its own; whatever goes wrong becomes its error."
+def take(idle: list[Reply]) -> Reply | None:
+    "A connection that is free; those that are not are closed."
+    while idle:
+        if (r := idle.pop()).free: return r.start()
+        r.transport.close()
+    return None
+
+async def send(s: LoadSettings, body: dict[str, Any], t: Timed, context: ssl.SSLContext | None, idle: list[Reply]) -> None:
+    "One request, on a free connection or a new one as vLLM's client does; whatever goes wrong becomes its error."
     u = urlsplit(s.url)
     path = u.path + ("/chat/completions" if s.endpoint == "chat" else "/completions")
     key = f"Authorization: Bearer {s.api_key}\r\n" if s.api_key else ""
     data = json.dumps(body).encode()
     host = u.netloc.rpartition("@")[2]
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{key}Accept: text/event-stream\r\n"
-    reply, transport, error = Reply(), None, ""
-    port = u.port or (443 if context else 80)
+    reply, error, port, loop = Reply(), "", u.port or (443 if context else 80), asyncio.get_running_loop()
     t.sent = time.perf_counter()
     try:
         async with asyncio.timeout(s.timeout_s):
-            transport, _ = await asyncio.get_running_loop().create_connection(lambda: reply, u.hostname or "", port, ssl=context)
-            transport.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-            error = await reply.done
+            while True:
+                old = take(idle)
+                reply = old or Reply()
+                if old is None: await loop.create_connection(lambda r=reply: r, u.hostname or "", port, ssl=context)  # type: ignore[misc]
+                reply.transport.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+                error = await reply.done
+                if reply.pieces or old is None: break      # else the server had closed a connection that was kept
     except TimeoutError: error = f"no end after {s.timeout_s:g} s"
     except OSError as e: error = f"{type(e).__name__}: {e.strerror or e}"
     except asyncio.CancelledError: error = "interrupted"
     finally:
-        if transport: transport.close()
+        if reply.transport: reply.transport.close() if error else idle.append(reply)
     t.end = time.perf_counter()
     read_reply(t, reply.pieces, error)
     if error and not t.error: t.error = error
@@ -448,11 +466,11 @@ class LoadResult:
     def to_dict(self, detailed: bool = False) -> dict[str, Any]: return load_json(self, detailed)
     def _repr_html_(self) -> str: return timeline(self)
 
-# %% ../nbs/25b_load_client.ipynb #36fcd0ca
+# %% ../nbs/25b_load_client.ipynb #b5a0ce2c
 async def drive(s: LoadSettings, prompts: Sequence[str], tell: Callable[[Timed], None] | None = None) -> LoadResult:
     "Send everything on its schedule and wait; if the caller is cancelled, what has been measured is kept."
-    context = ssl.create_default_context() if s.url.startswith("https") else None
-    for body in request_bodies(s, prompts[:1]) * s.n_warmup: await send(s, body, Timed(), context)
+    context, idle = ssl.create_default_context() if s.url.startswith("https") else None, list[Reply]()
+    for body in request_bodies(s, prompts[:1]) * s.n_warmup: await send(s, body, Timed(), context, idle)
     gate, ticker = asyncio.Semaphore(s.max_concurrency or len(prompts)), Ticker()
     out, bodies, interrupted = [Timed() for _ in prompts], request_bodies(s, prompts), False
     start = time.perf_counter() + 0.01
@@ -461,7 +479,7 @@ async def drive(s: LoadSettings, prompts: Sequence[str], tell: Callable[[Timed],
         t.due = start + at
         try:
             await asyncio.sleep(max(0, t.due - time.perf_counter()))
-            async with gate: await send(s, bodies[i], t, context)
+            async with gate: await send(s, bodies[i], t, context, idle)
         except asyncio.CancelledError: t.error = t.error or "interrupted"
         if tell: tell(t)
     clock = asyncio.create_task(ticker.run())
@@ -472,6 +490,7 @@ async def drive(s: LoadSettings, prompts: Sequence[str], tell: Callable[[Timed],
         for j in jobs: j.cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
     clock.cancel()
+    for r in idle: r.transport.close()
     end = max((t.end for t in out if t.end), default=time.perf_counter())
     return LoadResult(s, out, end - start, ticker.late, interrupted, start, datetime.now(UTC).isoformat(timespec="seconds"))
 

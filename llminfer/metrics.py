@@ -61,10 +61,12 @@ COUNTERS: dict[str, str] = {
     "prompt_tokens": "prompt tokens of requests that have ended", "generation_tokens": "tokens made for requests that have ended",
     "prompt_tokens_cached": "prompt tokens that came from the prefix cache", "request_success": "requests that have ended, by how",
     "admission_rejections": "requests that were refused, by why", "num_preemptions": "sequences that had to give their place back",
-    "prefix_cache_queries": "prompt tokens looked up in the prefix cache", "prefix_cache_hits": "prompt tokens found there"}
+    "prefix_cache_queries": "prompt tokens looked up in the prefix cache", "prefix_cache_hits": "prompt tokens found there",
+    "spec_decode_num_draft_tokens": "tokens guessed ahead and checked", "spec_decode_num_accepted_tokens": "guesses that were right"}
 
 OWN_COUNTERS: dict[str, str] = {
-    "engine_restarts": "times that the engine died and came back", "slow_readers": "streams cancelled because nobody read them",
+    "engine_restarts": "times that the engine died and came back", "engine_deaths": "times that the engine died",
+    "engine_hangs": "steps that took longer than they may", "slow_readers": "streams cancelled because nobody read them",
     "disconnects": "requests whose reader left", "expired": "requests whose time was up, by clock"}
 
 ENDPOINTS = ("completions", "chat_completions", "responses", "tokenize", "detokenize", "models")   # others are `other`
@@ -123,7 +125,9 @@ def steady_counters(t: Tally, engine: Mapping[str, Any]) -> dict[str, float]:
     "Counters of the engine, which go on where they were when the engine is a new one."
     counters = engine.get("counters", {})
     now = {"num_preemptions": counters.get("preemptions", 0), "prefix_cache_hits": engine.get("prefix_hit_tokens", 0),
-        "prefix_cache_queries": engine.get("prefix_query_tokens", 0), **{k: counters.get(k, 0) for k in ("masks", "mask_us")}}
+        "prefix_cache_queries": engine.get("prefix_query_tokens", 0), **{k: counters.get(k, 0) for k in ("masks", "mask_us")},
+        "spec_decode_num_draft_tokens": counters.get("draft_tokens", 0),
+        "spec_decode_num_accepted_tokens": counters.get("accepted_tokens", 0)}
     for name, value in now.items():
         base, last = t.seen.get(name, (0.0, 0.0))
         t.seen[name] = (base + last if value < last else base), value
@@ -186,7 +190,7 @@ def own_families(tally: Tally, stats: Mapping[str, Any], steady: Mapping[str, fl
     yield family(GaugeMetricFamily, "batch_size", "sequences in the batch", [], {(): stats.get("running", 0)})
     yield family(GaugeMetricFamily, "queued_tokens", "prompt tokens in the server's queue", [], {(): stats.get("queued_tokens", 0)})
     yield family(GaugeMetricFamily, "scheduler_queue_size", "requests in the server's queue", [], {(): stats.get("queued", 0)})
-    simple = {"engine_restarts": "engine_restarts", "slow_readers": "slow_readers", "disconnects": "left"}
+    simple = {k: k for k in ("engine_restarts", "engine_deaths", "engine_hangs", "slow_readers")} | {"disconnects": "left"}
     for name, key in simple.items(): yield family(CounterMetricFamily, name, OWN_COUNTERS[name], [], {(): more.get(key, 0)})
     yield family(CounterMetricFamily, "expired", OWN_COUNTERS["expired"], ["clock"],
         {(k,): more.get(f"expired_{k}", 0) for k in ("queue", "total")})

@@ -17,7 +17,7 @@ from .formats import RawTensor, dequantize
 from .model import Dense, Layer, Linear, LinearFactory, ModelConfig, Transformer, default_linear
 
 # %% auto #0
-__all__ = ['NF4', 'BOOKS', 'BLOCK', 'NESTED', 'PIECE', 'E4M3_MAX', 'MODES', 'nearest', 'quantise_blocks', 'dynamic_map',
+__all__ = ['NF4', 'BOOKS', 'BLOCK', 'NESTED', 'STEPS', 'PIECE', 'E4M3_MAX', 'MODES', 'nearest', 'quantise_blocks', 'dynamic_map',
            'quantise_scales', 'expand_scales', 'QuantLinear', 'pack_codes', 'unpack_codes', 'turn_bytes', 'Table4',
            'Int4', 'Int8', 'to_fp8', 'Fp8', 'Blocks', 'gguf_linear', 'QuantPlan', 'stacked_rows', 'quantise_linear',
            'quant_factory', 'products', 'dense_weight', 'expanded']
@@ -52,6 +52,8 @@ def dynamic_map() -> Tensor: # float32 [256]
         values += middle.tolist() + (-middle).tolist()
     return torch.tensor(sorted(values))
 
+STEPS = dynamic_map()   # a constant: a compiler that traces a product must not run into its making
+
 def quantise_scales(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]: # uint8 of absmax's shape; float32 [n] factors, [n] offsets
     "Scales in 8 bits; n blocks of 256 scales, the last may be shorter."
     offset = absmax.mean()
@@ -64,7 +66,7 @@ def quantise_scales(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]: # uint8 of
 def expand_scales(codes: Tensor, factors: Tensor, offsets: Tensor, first: int = 0) -> Tensor: # float32, of codes' shape
     "The inverse; `first`: how many scales come before these."
     at = (torch.arange(codes.numel(), device=codes.device) + first).view_as(codes) // NESTED
-    return dynamic_map().to(codes.device)[codes.long()] * factors[at] + offsets[at]
+    return STEPS.to(codes.device)[codes.long()] * factors[at] + offsets[at]
 
 # %% ../nbs/17_quantization.ipynb #462d067b
 PIECE = 1 << 20   # weights expanded at a time

@@ -337,7 +337,15 @@ def _attend(fn: Callable[..., Tensor], meta: Any, layer: int, q: Tensor, k: Tens
 # %% ../nbs/12_runner.ipynb #b8ced71e
 class Speculator(Protocol):
     "Guesses tokens and lets the model judge them: a decode step that may bring a row several; notebook 16."
+    def bind(self, r: Any) -> None: "The runner is there."
     def init_rows(self, inits: list[RowInit]) -> None: "Rows have new owners."
+    def before(self, r: Any, plan: Plan) -> None: "A window begins."
+    def copy_blocks(self, src: Tensor, dst: Tensor) -> None: "Blocks are copied."
+    def prompt(self, r: Any, ids: Tensor, owner: Tensor, positions: Tensor, act: Tensor, hidden: Tensor,
+        chunks: tuple[Tensor, list[int], list[int]] | None = None) -> None:
+        "Prompts have been computed: tokens [T], whose hidden states are [T, D]; rows, starts and lengths of packed chunks."
+    def plain(self, st: DecodeState, rows: Tensor, positions: Tensor, act: Tensor, hidden: Tensor) -> None:
+        "A step without guesses has been computed."
     def step(self, r: Any, rows: Tensor, nb: int, variant: Variant) -> bool:
         "One step, as `decode_step`; whether it wrote wide words."
         ...
@@ -353,13 +361,15 @@ class TorchRunner:
         reveal: int | None = None, # tests: steps a harvest shows at most
         draft: int = 0,            # D, most tokens guessed ahead for a row in a step
         speculate: Callable[[int, int, torch.device], Speculator] | None = None,   # makes who guesses, for R rows and D tokens
+        sampler: Callable[..., SamplerState] = SamplerState,
     ):
         self.model, self.kv, self.program, self.reveal = model, kv, program, reveal
         self.device = torch.device(model.device)
         self.state = DecodeState(max_rows, max_model_len, kv.block_size, self.device)
-        self.sampler = SamplerState(max_rows + 1, model.config.vocab_size, self.device, model.dtype)
+        self.sampler = sampler(max_rows + 1, model.config.vocab_size, self.device, model.dtype)
         self.ring = WideRing((max_in_flight + 1) * (window_steps + 1), max_rows, self.device, pinned=program.writes_host, draft=draft)
         self.speculator = speculate(max_rows, draft, self.device) if speculate and draft else None
+        if self.speculator: self.speculator.bind(self)
         self.n_steps = 0           # launched so far: the host's copy of state.step
 
     @torch.inference_mode()
@@ -388,8 +398,12 @@ def carry_out(r: TorchRunner, plan: Plan, t: RunnerTicket) -> None:
     if r.speculator and plan.row_inits: r.speculator.init_rows(plan.row_inits)
     if plan.masks is not None: r.sampler.masks.put(*plan.masks)
     if plan.prefill: r.prefill(plan, t)
-    if plan.copies: r.kv.copy_blocks(*r.state.put(np.array(plan.copies, np.int64).T).unbind(0))
-    for part in window_parts(plan): r.window(part, t)
+    if plan.copies:
+        r.kv.copy_blocks(*(pairs := r.state.put(np.array(plan.copies, np.int64).T).unbind(0)))
+        if r.speculator: r.speculator.copy_blocks(*pairs)
+    for part in window_parts(plan):
+        if r.speculator: r.speculator.before(r, part)
+        r.window(part, t)
 
 def window_parts(plan: Plan) -> list[Plan]:
     "Cut a window behind its first step if some rows have masks: the steps for the others are of their lesser variant."
@@ -401,6 +415,7 @@ def window_parts(plan: Plan) -> list[Plan]:
     return [replace(plan, K=1, quotas=np.minimum(plan.quotas, 1)),
         *([replace(plan, K=plan.K - 1, rows=plan.rows[more], quotas=plan.quotas[more] - 1, variant=rest)] if more.any() else [])]
 
+# %% ../nbs/12_runner.ipynb #38284875
 def set_quotas(r: TorchRunner, plan: Plan, rows: Tensor) -> None:
     "How many steps each row may take in this window."
     quotas = np.full(len(plan.rows), plan.K) if plan.quotas is None else plan.quotas
@@ -412,12 +427,14 @@ def decode_window(r: TorchRunner, plan: Plan, t: RunnerTicket) -> None:
     set_quotas(r, plan, rows)
     for _ in range(plan.K): t.note(plan.rows, decode_step(r, rows, -(-plan.max_len // r.state.block_size), plan.variant))
 
+# %% ../nbs/12_runner.ipynb #61abae42
 def decode_step(r: TorchRunner, rows: Tensor, nb: int, variant: Variant) -> bool: # it wrote wide words
     "One step: feed each row's last token, draw the next, move on. Everything it reads and writes is on the device."
     if r.speculator and variant.draft: return r.speculator.step(r, rows, nb, variant)
     st, p = r.state, r.program.select(variant)
     ids, positions, n_total, act = p.feed(st, rows)
     hidden = p.decode(st, ids, rows, positions, act, nb, True)
+    if r.speculator: r.speculator.plain(st, rows, positions, act, hidden)
     p.finish(st, r.sampler, r.ring, p.head(hidden), rows, n_total, act, variant)
     return False
 
@@ -429,7 +446,11 @@ def prefill_step(r: TorchRunner, plan: Plan, t: RunnerTicket) -> None:
     positions = np.concatenate([np.arange(c.start, c.start + len(c.ids)) for c in chunks])
     starts, lengths = [c.start for c in chunks], [len(c.ids) for c in chunks]
     owners = st.put(np.array([c.row for c in chunks], np.int64))
-    hidden = p.prefill(st, st.put(ids), owners, st.put(positions), starts, lengths)
+    tokens, places = st.put(ids), st.put(positions)
+    hidden = p.prefill(st, tokens, owners, places, starts, lengths)
+    if r.speculator:
+        owner = st.put(np.repeat([c.row for c in chunks], lengths))
+        r.speculator.prompt(r, tokens, owner, places, torch.ones_like(owner, dtype=torch.bool), hidden, (owners, starts, lengths))
     ends = np.cumsum(lengths)
     for c, end in zip(chunks, ends):
         if c.prompt_logprobs >= 0: t.prompt[c.row] = prompt_logprobs(r, hidden[end - len(c.ids):end], c)
@@ -446,7 +467,7 @@ def prompt_logprobs(r: TorchRunner, hidden: Tensor, c: PrefillChunk, piece: int 
     n, targets = c.prompt_logprobs, np.append(c.ids[1:], c.next_id if c.next_id >= 0 else []).astype(np.int64)
     if not len(targets): return tuple(torch.zeros(s) for s in ((0,), (0,), (0, n), (0, n)))
     pieces = [slice(i, min(i + piece, len(targets))) for i in range(0, len(targets), piece)]
-    scores = [token_logprobs(r.program.head(hidden[p]), r.state.put(targets[p]), n) for p in pieces]
+    scores = [token_logprobs(r.model.whole(r.program.head(hidden[p])), r.state.put(targets[p]), n) for p in pieces]
     return tuple(torch.cat(s) for s in zip(*scores))
 
 # %% ../nbs/12_runner.ipynb #01798e75

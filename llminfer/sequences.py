@@ -29,13 +29,14 @@ class SchedulerConfig:
     draft: int = 0                      # most tokens guessed ahead for a row in a decode step
     draft_unasked: int = -1             # the same for requests that do not say; -1: `draft`
     free_guesses: bool = True           # a step costs what its guesses cost; False: what its D costs, guesses found or not
+    draft_cost: float = 0.0             # of making one guess, as a share of a step; with `free_guesses` who guesses knows
     vocab_size: int = 1 << 24           # ids are below this
     follow: bool = True                 # a row decodes in the launch that ends its prompt; False: its first token comes sooner on a CPU
 
     def __post_init__(self) -> None:
         for name, v in vars(self).items():
             least = {"draft": 0, "draft_unasked": -1, "free_guesses": 0, "follow": 0, "max_model_len": 2}.get(name, 1)
-            if name == "prefill_chunk" and v is None: continue
+            if name == "draft_cost" or name == "prefill_chunk" and v is None: continue
             if not isinstance(v, int) or v < least: raise ConfigError(f"{name} must be an integer of at least {least}, got {v!r}")
 
     def guesses(self, p: SamplingParams) -> int:
@@ -84,6 +85,7 @@ class Sequence(Asked):
     n_registered: int = 0         # blocks offered to the prefix cache
     last_window: int = 0          # newest window that includes it
     n_preemptions: int = 0
+    retried: bool = False         # its step ran out of memory once, and it was sent back for a smaller one
     cached_tokens: int = 0        # prompt tokens that came from the prefix cache
     children: list[Sequence] = field(default_factory=list)  # will fork when the prompt is computed
     scores: list[Any] | None = None  # prompt log probabilities so far; None: not asked for, or delivered
@@ -148,9 +150,10 @@ class Pilot:
         most = min(max((s.draft for s in rows), default=0), self.cfg.max_num_batched_tokens // max(len(rows), 1) - 1)
         if most <= 0 or self.cfg.free_guesses: return max(most, 0)
         gain = sum(s.gain for s in rows if s.draft) / len(rows)
-        self.idle = self.idle + 1 if gain < self.worth else 0
-        if gain < self.worth and self.idle % self.patience: return 0
-        return min(next((d for d in self.sizes if d >= 2 * gain), most), most)
+        D = min(next((d for d in self.sizes if d >= 2 * gain), most), most)
+        poor = gain < self.worth + D * self.cfg.draft_cost
+        self.idle = self.idle + 1 if poor else 0
+        return 0 if poor and self.idle % self.patience else D
 
     def fit(self, D: int, room: int) -> int:
         "D if a step has `room` for so many guesses a row, else fewer; where shapes are fixed, one of few sizes."

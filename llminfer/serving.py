@@ -19,7 +19,7 @@ from .streams import FairQueue as FairQueue, Outbox as Outbox, RequestRecord as 
 
 # %% auto #0
 __all__ = ['EMPTY', 'ServingLimits', 'EngineDesk', 'Described', 'aborted_result', 'Told', 'Endings', 'Admission', 'Line',
-           'Traffic', 'Lifecycle', 'Watching', 'Ending', 'Door', 'AsyncEngine', 'QueuedRequest',
+           'Traffic', 'Lifecycle', 'Reviving', 'Watching', 'Ending', 'Door', 'AsyncEngine', 'QueuedRequest',
            'ContinuousBatchScheduler', 'chat_messages_to_prompt']
 
 # %% ../nbs/24_serving.ipynb #55090b77
@@ -32,6 +32,7 @@ class ServingLimits:
     queue_timeout_s: float | None = None  # not started by then: `QueueTimeoutError`
     deadline_s: float | None = None     # of requests without one of their own
     drain_s: float = 30.0               # `stop` lets running requests finish for so long
+    hang_s: float = 600.0               # a step of the engine that takes longer hangs: its requests fail, its process is killed
     stall_s: float = 30.0               # a stream is cancelled if text waits and nobody takes it for so long
     max_buffered_chunks: int = 16       # of one stream; beyond it new text is joined to the last chunk
     max_buffered_tokens: int = 8192     # of one stream; beyond it the stream is cancelled
@@ -73,10 +74,19 @@ class EngineDesk:
 
     def count(self, name: str, n: int = 1) -> None: self.counters[name] = self.counters.get(name, 0) + n
 
+    hung = False                             # a step takes longer than it may
+    @property
+    def down(self) -> str:
+        "Why an engine that was up cannot work now; empty: it can, or was never up."
+        if self.phase == "dead": return "the engine has died and could not be started again; the log says why"
+        if self.phase != "up" or self.handle.alive and not self.hung: return ""
+        if self.hung: return f"a step of the engine takes longer than {self.limits.hang_s:g} s"
+        return "the engine has died and is being started again"
+
     @property
     def state(self) -> Literal["loading", "ready", "draining", "dead"]:
         "Read without waiting for the engine."
-        if self.phase == "up": return "ready" if self.handle.alive else "loading"
+        if self.phase == "up": return "ready" if self.handle.alive and not self.hung else "loading"
         if self.phase == "draining": return "draining"
         return "loading" if self.phase in ("new", "loading") else "dead"
 
@@ -180,7 +190,7 @@ class Admission(Endings):
         if self.phase == "dead": raise EngineDeadError("the engine has died and could not be started again; the log says why")
         if (state := self.state) != "ready":
             why = {"loading": "the model is still loading", "draining": "the server is shutting down"}.get(state, "the server was stopped")
-            raise NotReadyError(why)
+            raise NotReadyError(self.down or why)
         if (n := self.n_waiting) >= (most := self.limits.max_queued_requests):
             self.refuse("requests", f"{max(n, 0)} requests wait, and at most {most} may")
         if n_tokens and (waiting := self.queued_tokens) and waiting + n_tokens > (most := self.limits.max_queued_tokens):
@@ -216,7 +226,7 @@ class Line(Admission):
 
     def pump(self) -> None:
         "Give the engine what it has room for."
-        while self.queue and self.n_given < self.capacity and self.handle.alive: self.begin(self.queue.pop())
+        while self.queue and self.n_given < self.capacity and self.handle.alive and not self.hung: self.begin(self.queue.pop())
         if not self.running and not self.queue: self.idle.set()
 
     def begin(self, s: RequestStream) -> None:
@@ -308,28 +318,25 @@ class Lifecycle(Traffic):
         self.loader = asyncio.ensure_future(asyncio.to_thread(self.handle.start))
         await asyncio.shield(self.loader)
 
-# %% ../nbs/24_serving.ipynb #d070f6a1
-class Watching(Lifecycle):
-    "The one who watches, and calls for help."
+# %% ../nbs/24_serving.ipynb #600ee9bd
+class Reviving(Lifecycle):
+    "Who helps when the engine is gone."
     died_at, pause_s = 0.0, 0.0
 
-    async def watch(self) -> None:
-        "Ten times a second: is the engine alive, does everybody read?"
-        while self.phase == "up":
-            await asyncio.sleep(0.1)
-            if self.phase == "up" and not self.handle.alive: await self.revive()
-            now, most = time.monotonic(), self.limits.stall_s
-            for s in list(self.running):
-                if s.buffer.chunks and now - s.read_at > most: self.drop_slow(s, f"it took nothing for {most} s")
+    def give_up(self, why: str) -> None:
+        "Tell whoever is in the engine."
+        for s in list(self.running):
+            s.fail(EngineDeadError(f"{why}; try again"))
+            s.job.cancel()
+            self.end(s)
 
     async def revive(self) -> None:
         "The engine has died: tell whoever was in it, and start it again after pauses that grow."
         self.count("engine_deaths")
         _log.error("the engine has died; it will be started again")
         await asyncio.sleep(0)                       # its last words first
-        for s in list(self.running):
-            s.fail(EngineDeadError("the engine died while it ran this request; try again"))
-            self.end(s)
+        self.give_up("the engine died while it ran this request")
+        self.hung = False
         now = time.monotonic()
         self.pause_s = self.limits.backoff_s if now - self.died_at > 60 else min(self.pause_s * 2, 30.0)
         self.died_at = now
@@ -344,6 +351,33 @@ class Watching(Lifecycle):
         self.phase = "dead"
         for s in list(self.queue): self.unqueue(s, EngineDeadError("the engine has died and could not be started again"))
         self.pump()
+
+# %% ../nbs/24_serving.ipynb #d070f6a1
+class Watching(Reviving):
+    "The one who watches, and calls for help."
+    async def watch(self) -> None:
+        "Ten times a second: is the engine alive, does its step end, does everybody read?"
+        while self.phase == "up":
+            await asyncio.sleep(0.1)
+            if self.phase == "up" and not self.handle.alive: await self.revive()
+            self.mind(self.handle.busy_s)
+            now, most = time.monotonic(), self.limits.stall_s
+            for s in list(self.running):
+                if s.buffer.chunks and now - s.read_at > most: self.drop_slow(s, f"it took nothing for {most} s")
+
+    def mind(self, busy_s: float) -> None:
+        "A step that hangs: nobody waits for it, and a process is killed, which makes `watch` start another; a thread may come back."
+        if busy_s <= self.limits.hang_s:
+            if self.hung: _log.warning("the engine goes on")
+            if self.hung: self.hung = False; self.pump()
+        elif not self.hung:
+            self.hung = True
+            self.count("engine_hangs")
+            killed = self.handle.abandon()
+            _log.error("a step of the engine takes longer than %g s%s", self.limits.hang_s, "; its process is killed" if killed else "")
+            self.give_up(f"a step of the engine took longer than {self.limits.hang_s:g} s")
+            if not killed:
+                for s in list(self.queue): self.unqueue(s, EngineDeadError(self.down))
 
 # %% ../nbs/24_serving.ipynb #308ccc34
 class Ending(Watching):
@@ -403,10 +437,9 @@ class Door(Ending):
         return s
 
     async def prepare(self, r: GenerationRequest) -> Job:
-        "Check and tokenize, in a worker thread if it may take long."
-        n = len(r.prompt) if isinstance(r.prompt, str) and r.prompt_token_ids is None else len(r.prompt_token_ids or ())
-        short = n <= 4096 and not (r.bad_words or r.force_words or r.structured_outputs)
-        if short: return self.handle.prepare(r)
+        "Check and tokenize; in a worker thread if there is text to tokenize, for nobody knows how long a tokenizer takes."
+        short = r.prompt_token_ids is not None and len(r.prompt_token_ids) <= 4096
+        if short and not (r.bad_words or r.force_words or r.structured_outputs): return self.handle.prepare(r)
         return await asyncio.get_running_loop().run_in_executor(self.workers, self.handle.prepare, r)
 
 # %% ../nbs/24_serving.ipynb #de087e61
@@ -435,7 +468,7 @@ class AsyncEngine(Door):
         return {"state": self.state, "running": engine.get("running", len(self.running)),
             "waiting": len(self.queue) + engine.get("waiting", 0), "queued": len(self.queue), "queued_tokens": self.queued_tokens,
             "open": len(self.running) + len(self.queue), "kv_usage": blocks["used"] / max(blocks["total"], 1), "kv_blocks": blocks,
-            "counters": self.counters | wakeups, "engine": engine}
+            "counters": self.counters | wakeups, "engine": engine, "down": self.down}
 
 # %% ../nbs/24_serving.ipynb #b94d601b
 @dataclass(eq=False)

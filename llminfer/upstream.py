@@ -160,10 +160,11 @@ UPSTREAM_LACKS = {
     "logprobs": "a server gives texts, not ids; ask it directly", "prompt_logprobs": "a server gives texts, not ids; ask it directly",
     "prefix_allowed_tokens_fn": "a function cannot be sent", "adapter": "give the adapter's name as model_name",
     "speculative_num_assistant_tokens": "a setting of the server", "speculative_confidence_threshold": "a setting of the server",
+    "speculative_method": "a setting of the server",
     "int8": "a setting of the server", "nf4": "a setting of the server", "fp4": "a setting of the server",
     "int4": "a setting of the server", "fp8": "a setting of the server", "gguf": "a setting of the server",
     "assistant_model_name": "a setting of the server", "tensor_parallel_size": "a setting of the server",
-    "pipeline_parallel_size": "a setting of the server"}
+    "pipeline_parallel_size": "a setting of the server", "kv_cache_dtype": "a setting of the server"}
 
 def server_url(text: str) -> SplitResult:
     "The parts of `upstream_url`, scheme and path filled in; `ConfigError` says what is wrong with it."

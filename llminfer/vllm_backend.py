@@ -32,6 +32,8 @@ def engine_args(cfg: EngineConfig) -> dict[str, Any]:
     given = dict(max_model_len=cfg.max_model_len, max_num_seqs=cfg.max_num_seqs, max_num_batched_tokens=cfg.max_num_batched_tokens,
         revision=cfg.hf_revision, hf_token=cfg.hf_token, download_dir=cfg.hf_cache_dir, tokenizer=cfg.tokenizer, seed=cfg.seed)
     kw |= {k: v for k, v in given.items() if v is not None}
+    if cfg.kv_cache_dtype == "int8": raise ConfigError("kv_cache_dtype 'int8' is not available on the vllm backend: choose fp8, or paged")
+    if cfg.kv_cache_dtype != "auto": kw["kv_cache_dtype"] = cfg.kv_cache_dtype
     if cfg.quant.mode == QuantMode.NF4: kw["quantization"] = "bitsandbytes"
     if cfg.assistant_model_name:
         kw["speculative_config"] = {"model": cfg.assistant_model_name, "num_speculative_tokens": cfg.speculative_num_assistant_tokens or 5}
@@ -118,7 +120,8 @@ VLLM_LACKS = {
     "structured_outputs": "not passed on yet; use paged",
     "no_repeat_ngram_size": "vLLM has none; use repetition_penalty", "adapter": "not built yet",
     "speculative_num_assistant_tokens": "vLLM sets it for the engine: EngineConfig.speculative_num_assistant_tokens",
-    "speculative_confidence_threshold": "vLLM has none", "int8": "vLLM's bitsandbytes loads 4 bits only; use nf4",
+    "speculative_confidence_threshold": "vLLM has none", "speculative_method": "vLLM finds it from assistant_model_name",
+    "int8": "vLLM's bitsandbytes loads 4 bits only; use nf4",
     "fp4": "vLLM's bitsandbytes loads nf4 only; use nf4", "int4": "made by our own engine; use paged",
     "fp8": "made by our own engine; use paged", "gguf": "kept by our own engine; use paged"}
 

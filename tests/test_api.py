@@ -460,22 +460,27 @@ def test_two_apps_in_one_process():
         assert 'vllm:generation_tokens_total{engine="0",model_name="one"} 9.0' in theirs
 
 
-def test_a_span_a_request():
-    class Span:
-        def __init__(self, name: str, **kw: Any): self.name, self.kw, self.attributes, self.events = name, kw, dict[str, Any](), list[str]()
-        def set_attribute(self, k: str, v: Any) -> None: self.attributes[k] = v
-        def add_event(self, name: str, timestamp: int) -> None: self.events.append(name)
-        def set_status(self, s: Any) -> None: self.attributes["failed"] = True
-        def end(self, end_time: int) -> None: spans.append(self)
-    class Tracer:
-        def start_span(self, name: str, **kw: Any) -> Span: return Span(name, **kw)
-    spans: list[Span] = []
-    with tiny_http(app={"tracer": Tracer()}) as s:
-        s.chat("hi", max_tokens=3, **GREEDY)
+def test_a_span_a_request(caplog):
+    "OpenTelemetry's own SDK: every attribute of a type that it keeps, the caller's trace as parent, moments in order."
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.trace import SpanKind
+    out, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(out))
+    with tiny_http(app={"tracer": provider.get_tracer("llminfer")}) as s:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, **GREEDY}
+        assert s.http.post("/v1/chat/completions", json=body, headers={"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}).status_code == 200
         s.post("/v1/completions", prompt="x", n=0)
-    good, bad = spans
-    assert good.name == "chat_completions tiny" and good.attributes["gen_ai.usage.output_tokens"] == 3 and good.events == ["started", "first_token", "finished"]
-    assert bad.attributes["failed"] and "failed" not in good.attributes
+        s.events("/v1/completions", prompt="x", max_tokens=2, **GREEDY)
+    good, bad, streamed = out.get_finished_spans()
+    assert good.name == "chat_completions tiny" and good.kind == SpanKind.SERVER and good.status.is_ok and not bad.status.is_ok
+    assert good.attributes["gen_ai.usage.output_tokens"] == 3 and good.attributes["gen_ai.response.finish_reasons"] == ("length",) and good.attributes["gen_ai.request.model"] == "tiny"
+    assert good.context.trace_id == int("ab" * 16, 16) and good.parent.span_id == int("cd" * 8, 16) and bad.parent is None
+    for span in (good, streamed):
+        times = [span.start_time, *(e.timestamp for e in span.events), span.end_time]
+        assert [e.name for e in span.events] == ["started", "first_token", "finished"] and times == sorted(times)
+    assert streamed.attributes["gen_ai.usage.output_tokens"] == 2 and not [r for r in caplog.records if r.name.startswith("opentelemetry")]
 
 
 def test_what_cannot_be_served_is_named():

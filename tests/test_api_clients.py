@@ -6,7 +6,6 @@ import openai
 import pytest
 from benchmarks import http_load
 from openai import AsyncOpenAI, OpenAI
-from support import bad_http
 from support.api import KEY, Server, frames, tiny_http
 from support.engines import clean as clean
 from llminfer.serving import ServingLimits
@@ -101,15 +100,6 @@ def test_schemathesis_finds_nothing(server):
     r = subprocess.run([sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "-H", f"Authorization: Bearer {KEY}", "--max-examples", "8", "--seed", "1",
         "--generation-deterministic", "--phases", "examples,fuzzing", "--exclude-checks", "positive_data_acceptance,ignored_auth", "--max-failures", "5"], capture_output=True, text=True, timeout=240)
     assert r.returncode == 0, r.stdout[-6000:] + r.stderr[-2000:]
-
-
-@pytest.mark.parametrize("family", ["I1", "I2", "I8", "I9"])
-def test_bad_inputs(family):
-    "A sample of the bad inputs; all of them: python benchmarks/http_bad.py."
-    with tiny_http(max_model_len=64) as s:
-        report = bad_http.attack(s.port, family, bad_http.SAMPLE[family], seed=1)
-        assert not report.faults, report.faults[:3]
-        s.settle()
 
 
 def test_load_overload_and_leavers():

@@ -1,40 +1,6 @@
 """Every backend behind one protocol: the same answers where they must be the same, a refusal by name where they cannot.
 
-Claims (C) and bugs (B) of contract-library.md that concern engine and backends, and the test that shows each is true, or absent.
-
-| # | where |
-| --- | --- |
-| C1, C2 | test_engine::test_the_prefix_example_hits_and_computes_only_the_tail, test_eager_reuses_kv_for_a_prefix here |
-| C3, C4 | test_engine::test_info_and_cache_stats_have_the_contracts_keys, test_the_prefix_example...; test_kv_cache; test_engine::test_10000_random_actions... |
-| C5, C6, C7, B3 | test_engine::test_a_crowd_with_every_feature_gets_its_plain_answers..., test_a_crowd_on_eager_is_the_crowd_on_paged here |
-| C8 | test_old_queues_and_streamers here |
-| C9 | test_streaming; test_streams_and_asyncio_on_every_backend here |
-| C12 | test_streams_and_asyncio_on_every_backend (time to first token on every backend) |
-| C14, B12 | test_counts_are_of_real_tokens here |
-| C16, B6 | refused by name (test_what_a_backend_lacks_is_refused_by_name); force_words itself comes with `structured` (issue 6, point 3) |
-| C17, C18 | refused by name on backends without drafts; on the paged one with `speculative` |
-| C19, B17 | no adapters on eager and compiled: refused by name; on the paged one with `adapters` |
-| C20 | tensor_parallel_size, pipeline_parallel_size refused by name |
-| C21, C22, C23, B16 | test_compiled_falls_back_aloud, test_the_graph_switch_switches here; tests/gpu/test_backends_gpu.py |
-| C24, C25, B34 | test_what_a_backend_lacks_is_refused_by_name, test_vllm_gets_its_own_names here |
-| C26 | test_engine::test_n_samples_are_n_separate_runs..., test_a_crowd_on_eager_is_the_crowd_on_paged |
-| C27 | test_upstream_is_the_engine_behind_a_server (chat template); B1, B22-B25: test_api |
-| C28 | every test here runs on a CPU |
-| B2 | test_mixed_lengths_equal_generate_and_hold_no_prompt here |
-| B4, B13 | test_a_fault_in_the_model_reaches_every_waiter here; test_engine_threads |
-| B5, B7, B8 | test_serving; here a closed reader cancels: test_streams_and_asyncio_on_every_backend |
-| B9, B10 | test_stop_strings_end_the_work here; test_streaming |
-| B11 | test_the_same_request_id_twice here |
-| B14, B15 | test_vllm_keeps_one_engine_for_every_caller here |
-| B18 | no assistant on eager; refused by name |
-| B19 | test_a_prompt_that_is_too_long_is_refused_whole here |
-| B20, B21 | test_eviction_orders_of_the_manager here; test_kv_cache |
-| B26 | test_defaults_are_the_same_streamed_or_not here |
-| B29 | notebook 21 (a fair comparison); benchmark |
-| B31 | test_bad_words_in_both_spacings; cases.md B31: test_two_calls_and_the_attention_setting here |
-| B33, B36 | test_engine::test_run_batch_reports_each_error_in_its_own_place, test_engine_threads::test_an_interrupt_cancels_what_it_interrupts |
-
-Still to come with `structured` (issue 6, point 3): C16/B6 in earnest (force_words in batches), prefix_allowed_tokens_fn, schemas and grammars on paged and eager.
+Which test shows which claim and bug of the library contract: test_contract.py.
 """
 import asyncio, json, logging, shutil, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -53,12 +19,12 @@ from llminfer.cuda_graphs import PlainCapture
 from llminfer.eager import Net
 from llminfer.formats import LoadError
 from llminfer.engine import InferenceEngine
-from llminfer.kv_manager import KVCacheManager
+from llminfer.kv_cache import KVCacheManager
 from llminfer.interfaces import CacheFullError
 from llminfer.loading import load_model, make_tiny, open_checkpoint
-from llminfer.queues import BatchQueue, SyncBatchQueue
+from llminfer.batching import BatchQueue, SyncBatchQueue
 from llminfer.request import ContextLengthError, GenerationRequest, RequestError
-from llminfer.streamers import MultiStreamer, TokenStreamer
+from llminfer.streaming import MultiStreamer, TokenStreamer
 from llminfer.tokenization import load_tokenizer
 from llminfer.tracing import inject
 from llminfer.upstream import events
@@ -301,7 +267,7 @@ def test_defaults_are_the_same_streamed_or_not():
 
 VALUES = {"force_words": ["x"], "prefix_allowed_tokens_fn": lambda i, ids: [5], "adapter": "mine", "speculative_num_assistant_tokens": 3, "speculative_confidence_threshold": 0.5,
     "logprobs": 0, "prompt_logprobs": 0, "no_repeat_ngram_size": 2}
-SETTINGS = {"assistant_model_name": "demo", "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "speculative_num_assistant_tokens": 3, "speculative_confidence_threshold": 0.5}
+SETTINGS = {"assistant_model_name": "demo", "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "speculative_num_assistant_tokens": 3, "speculative_confidence_threshold": 0.5, "speculative_method": "lookup"}
 
 
 @pytest.mark.parametrize("backend", ["paged", "eager", "compiled", "vllm", "upstream"])

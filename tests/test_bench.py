@@ -190,12 +190,26 @@ def test_bench_refuses_in_one_line(folder):
 
 def test_bench_url_sweeps(tmp_path):
     with mock_server(10, 2) as mock:
-        out = ok("bench", "--url", mock.url, "--num-prompts", 6, "--random-output-len", 4, "--max-concurrency", "1,3", "--warmup", 0, "--artifacts-dir", tmp_path, "--plot-suite-dir", tmp_path, "--request-rate", 500)
-    assert "Concurrency" in out and [x["max_concurrency"] for x in json.loads((tmp_path / "load.json").read_text())["runs"]] == [1, 3]
+        out = ok("bench", "--url", mock.url, "--num-prompts", 6, "--random-output-len", 4, "--max-concurrency", "1,3", "--warmup", 0, "--artifacts-dir", tmp_path, "--plot-suite-dir", tmp_path, "--request-rate", 500, "--goodput", "ttft:60000", "tpot:60000")
+    assert "Concurrency" in out and [(x["max_concurrency"], x["goodput_limits"]) for x in json.loads((tmp_path / "load.json").read_text())["runs"]] == [(1, both := {"ttft": 6e4, "tpot": 6e4}), (3, both)]
     assert len(list(csv.DictReader((tmp_path / "load.csv").open()))) == 2 and (tmp_path / "load.html").exists() and (tmp_path / "load.png").exists()
     with mock_server(1, 1, fail_after=2) as mock:
-        r = call("bench", "--url", mock.url, "--num-prompts", 4, "--random-output-len", 2, "--max-concurrency", "1", "--warmup", 0, "--json")
+        r = call("bench", "--url", mock.url, "--num-prompts", 4, "--random-output-len", 2, "--max-concurrency", "1", "--warmup", 0, "--json", "--json-out", tmp_path / "part.json")
     assert r.exit_code == 1 and json.loads(r.stdout)["completed"] == 2 and "2 failed" in r.stderr
+    assert (d := json.loads((tmp_path / "part.json").read_text()))["failed"] == 2 and d["total_output_tokens"] == 4 and sum(d["errors_by_kind"].values()) == 2
+
+def test_a_server_process_that_dies_in_mid_run_leaves_what_it_gave(tmp_path):
+    code = "import sys, threading\nfrom llminfer.load_client import mock_server\nwith mock_server(20, 5) as m:\n  print(m.url, flush=True)\n  threading.Event().wait(60)"
+    p = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert p.stdout
+        url = p.stdout.readline().strip()
+        threading.Timer(1.0, p.kill).start()
+        r = call("bench", "--url", url, "--num-prompts", 3000, "--random-output-len", 4, "--max-concurrency", "2", "--warmup", 0, "--json", "--artifacts-dir", tmp_path)
+    finally: p.kill(), p.wait()
+    d = json.loads((tmp_path / "load.json").read_text())
+    assert r.exit_code == 1 and 0 < d["completed"] < 3000 and d["completed"] + d["failed"] == 3000 and d["total_output_tokens"] == 4 * d["completed"]
+    assert "failed: " in r.stderr and any(k.startswith(("ConnectionRefusedError", "ConnectionResetError", "the stream broke off", "the server closed")) for k in d["errors_by_kind"])
 
 def test_compare_prints_reasons_and_ends_with_1(folder, tmp_path):
     r = call("compare", *flags(folder), "--backends", "paged,vllm", "--batch-sizes", "1", "--runs", 1, "--max-tokens", 3, "--prompt-type", "short", "--artifacts-dir", tmp_path)
@@ -245,6 +259,15 @@ def test_judge_says_its_verdict(tmp_path):
     record["rows"][1]["tok_s"]["llminfer"] *= 2
     (tmp_path / "r.json").write_text(json.dumps(record))
     refused("judge", home / "cpu_batch_8.toml", tmp_path / "r.json", words=["contradicts itself", "tok_s"])
+    two, rule = tmp_path / "two.json", tmp_path / "two.toml"
+    rule.write_text((home / "cpu_batch_8.toml").read_text() + "\nmachines = 2\n")
+    record = json.loads((ROOT / "benchmarks/records/cpu_vs_hf.json").read_text())
+    for host, verdict in (("another", "kept"), (None, "undecided")):
+        record["environment"] |= {"host": host} if host else {}
+        if not host: record["environment"].pop("host")
+        two.write_text(json.dumps(record))
+        r = call("judge", rule, ROOT / "benchmarks/records/cpu_vs_hf.json", two, "--json")
+        assert (json.loads(r.stdout)["verdict"], r.exit_code) == (verdict, int(verdict != "kept")), r.output
     (tmp_path / "bad.toml").write_text("name = 1")
     refused("judge", tmp_path / "bad.toml", words=["bad.toml", "missing"])
     assert cli_bench.numbers("batch_sizes", " 4, 2 ") == [4, 2]

@@ -62,7 +62,7 @@ SHARED = ["--backend auto", "-b paged", "--quant none", "--quant int8", "--quant
     "--no-trust-remote-code", "--cache-dir /tmp", "--paged-kv", "--no-paged-kv", "--page-size-tokens 4", "--tp-size 1", "--pp-size 1", "--no-compile-fullgraph",
     "--compile-cudagraphs", "--no-compile-cudagraphs", "--device cpu", "--dtype float64", "--json", "--max-model-len 64", "--max-num-seqs 2", "--gpu-memory-utilization 0.5", "--threads 1",
     "--block-size 8", "--num-blocks 80", "--prefix-cache", "--no-prefix-cache", "--decode-window-size 2", "--max-num-batched-tokens 64", "--prefill-chunk-size 32", "--kernels torch", "--attention-backend torch", "--attention-backend auto", "--spec-num-assistant-tokens 3", "--spec-confidence-threshold 0.9"]
-SHARED_REFUSED = ["-b vllm", "--backend upstream", "--quant gguf", "-q int3", "--tp-size 2", "--pp-size 2", "--compile-fullgraph",
+SHARED_REFUSED = ["-b vllm", "--backend upstream", "--quant gguf", "-q int3", "--tp-size 5", "--pp-size 2", "--compile-fullgraph",
     "--spec-num-assistant-tokens 65", "--spec-confidence-threshold 2", "--device cuda:99", "--dtype float8", "--page-size-tokens 0", "--tp-size 0", "--gpu-memory-utilization 2",
     "--max-model-len 513", "--max-num-seqs 0", "--threads 0", "--num-blocks 1", "--decode-window-size 0", "--prefill-chunk-size 0",
     "--kernels mps", "--attention-backend magic", "--tokenizer /nowhere/tok", "--chat-template /nowhere/t.jinja"]

@@ -3,11 +3,12 @@ from __future__ import annotations
 import json, re, signal, socket, time
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 import pytest
 from typer.testing import CliRunner
 from llminfer import cli
-from llminfer.cli_serve import NOT_NEEDED, NOT_YET, ServeFlags, bind, choices, hints, make_server, serve_config, url_of
+from llminfer.cli_serve import NOT_NEEDED, ServeFlags, bind, choices, hints, make_server, serve_config, url_of
 from llminfer.config import Backend, ConfigError
 from llminfer.loading import make_tiny
 from support.served import popen, served
@@ -38,14 +39,15 @@ def test_no_flag_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llminfer.serving.AsyncEngine", lambda handle, limits: seen.update(limits=limits))
     monkeypatch.setattr("llminfer.engine_process.make_handle", lambda cfg, kind: seen.update(kind=kind))
     monkeypatch.setattr("uvicorn.Server", lambda config: type("S", (), {})())
+    monkeypatch.setattr("llminfer.scaling.RayServer", lambda scale: (seen.update(scale=scale), SimpleNamespace(app=None))[1])
     def effect(s: ServeFlags) -> str:
         cfg, notes = serve_config(s)
         seen.clear()
         ending = make_server(s, cfg)
         return repr((cfg, cfg.hf_token, cfg.upstream_api_key, notes, seen, ending.drain_s, hints(s, notes)))
-    other = {"backend": "eager", "bundle": "b", "model": "m", "device": "cpu", "dtype": "float64", "quant": "int8", "attention_backend": "torch", "kernels": "torch", "preemption_policy": "off", "engine": "process",
+    other = {"backend": "eager", "kv_cache_dtype": "int8", "bundle": "b", "model": "m", "device": "cpu", "dtype": "float64", "quant": "int8", "attention_backend": "torch", "kernels": "torch", "preemption_policy": "off", "engine": "process",
         "log_level": "error", "log_format": "json", "metrics_names": "both", "reasoning_field": "reasoning", "host": "0.0.0.0", "gpu_memory_utilization": 0.5, "spec_confidence_threshold": 0.5, "api_key_file": Path("k"),
-        "decode_graph_buckets": ["1,2"], "served_model_name": ["x"], "cors_origin": ["*"], "lora_modules": ["n=p"], "lora_dir": "d", "api_key": ["k"], "max_queue_tokens": 5}
+        "decode_graph_buckets": ["1,2"], "served_model_name": ["x"], "cors_origin": ["*"], "lora_modules": ["n=p"], "lora_dir": "d", "api_key": ["k"], "max_queue_tokens": 5, "spec_method": "self"}
     plain, elsewhere = ServeFlags(), {"port", "json", "open"}       # these are tested with a server below
     before, refusals = effect(plain), set()
     for f in fields(ServeFlags):
@@ -55,11 +57,12 @@ def test_no_flag_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
         change: dict[str, Any] = {f.name: other[f.name] if f.name in other else "x" if text else not old if isinstance(old, bool) else (old or 0) + 3}
         s = replace(plain, **change)
         if f.name == "compile_fullgraph": s = replace(s, backend="compiled")
+        if f.name == "spec_layers": s = replace(s, spec_method="self")
         try: assert effect(s) != before, f.name
         except ConfigError as e:
             refusals.add(f.name)
             assert f.name in str(e)
-    assert refusals == {*NOT_YET, "preemption_policy"} and NOT_NEEDED.keys() <= {f.name for f in fields(ServeFlags)}
+    assert refusals == {"preemption_policy"} and NOT_NEEDED.keys() <= {f.name for f in fields(ServeFlags)}
 
 def test_words_of_other_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     made = lambda **kw: serve_config(ServeFlags(**kw))[0]
@@ -74,7 +77,7 @@ def test_words_of_other_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mistakes_are_one_line(tiny: str, tmp_path: Path) -> None:
     for line, words in (("--backend vlm", "--backend must be auto or paged or eager"), ("--backend esme", "--bundle"), ("--backend esme --bundle b -m x", "neither --model nor --revision"), ("--backend qwen", "--model"), ("--bundle b -m x", "leave one out"),
             ("--port 70000", "--port must be from 0 to 65535; got 70000"), ("--port x", "--port must be a whole number, got 'x'"), ("--drain -1", "--drain must be from 0"), ("--log-format xml", "--log-format must be text or json"), ("--metrics-names x", "--metrics-names"),
-            ("--engine fork", "--engine must be auto or thread or process"), ("--prompt-lookup-speculative", "--prompt-lookup-speculative is not available yet"), ("--preemption-policy off", "--preemption-policy"), 
+            ("--engine fork", "--engine must be auto or thread or process"), ("--no-prompt-lookup-speculative --prompt-lookup-max-draft-tokens 3", "needs prompt lookup"), ("--preemption-policy off", "--preemption-policy"), 
             ("--host 256.1.1.1", "not an address"), ("--api-key-file /nowhere/key --port 0", "/nowhere/key"), ("--block-size 0", "--page-size-tokens"), ("--served-model-nam x", "--served-model-name")):
         refused(*line.split(), words=(words,))
     (tmp_path / "keys").write_text("# none\n")
@@ -132,7 +135,7 @@ def test_a_key_from_the_environment(tiny: str) -> None:
         assert s.ask("/v1/models")[0] == 401 and s.ask("/v1/models", Authorization="Bearer k2")[0] == 200 and "k1" not in "".join(s.lines)
         assert s.end(signal.SIGINT) == 0
 
-@pytest.mark.parametrize("args, words", [(("-m", "/nowhere/model"), "/nowhere/model"), (("-m", "no/such-model", "--local-files-only"), "no/such-model"), (("--max-model-len", "99999"), "--max-model-len 99999"), (("--quant", "fp8", "-b", "eager"), "quant mode 'fp8'"), (("--assistant-model", "demo"), "--assistant-model")])
+@pytest.mark.parametrize("args, words", [(("-m", "/nowhere/model"), "/nowhere/model"), (("-m", "no/such-model", "--local-files-only"), "no/such-model"), (("--max-model-len", "99999"), "--max-model-len 99999"), (("--quant", "fp8", "-b", "eager"), "quant mode 'fp8'"), (("--assistant-model", "/nowhere/draft"), "--assistant-model")])
 def test_a_model_that_cannot_be_read_is_one_line(args: tuple[str, ...], words: str) -> None:
     p = popen("--port", 0, *args)
     out, err = p.communicate(timeout=60)

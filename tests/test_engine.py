@@ -367,7 +367,7 @@ def test_settings_that_bound_memory():
     assert limits(max_num_seqs=700, max_model_len=32)[2:] == (700, 700)
     for kw, word in ((dict(blocks=8), "cannot hold one sequence of max_model_len 128"), (dict(max_model_len=513), "512 positions")):
         with pytest.raises(ConfigError, match=word): engine_around(model, tok, **kw)
-    for kw in (dict(tensor_parallel_size=2), dict(assistant_model_name="x")):
+    for kw in (dict(tensor_parallel_size=3), dict(assistant_model_name="x")):
         with pytest.raises(ConfigError, match=next(iter(kw))): InferenceEngine(EngineConfig(model_name=tiny()[0], **kw)).load()
     for cfg, how in (("demo", r"EngineConfig\(model_name='demo'\)"), (tiny()[0], r"EngineConfig\(model_name='/.*'\)"), ({"model_name": "demo"}, r"EngineConfig\(\*\*settings\)"), (0, "EngineConfig")):
         with pytest.raises(ConfigError, match=f"pass {how}"): InferenceEngine(cfg)

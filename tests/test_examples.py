@@ -52,3 +52,17 @@ def test_server_and_client(tiny):
         p.kill()
         p.wait()
     assert "error: http://127.0.0.1:9/v1" in run("openai_api_client.py", "--base-url", "http://127.0.0.1:9/v1", code=1)
+
+def test_a_draft_head_is_trained_and_drafts(tiny, tmp_path):
+    from llminfer import EngineConfig, InferenceEngine
+    out = run("train_draft_head.py", "--model", tiny, "--out", tmp_path / "head", "--texts", 40, "--tokens", 12, "--words", 300, "--minutes", 0.15)
+    facts = json.loads((tmp_path / "head/config.json").read_text())
+    assert "before: [0.0" in out and facts["texts"] == 40 and facts["texts_seen"] >= 4 and len(facts["acceptance"]) == 3
+    texts = {}
+    for head in (None, str(tmp_path / "head")):
+        e = InferenceEngine(EngineConfig(model_name=tiny, device="cpu", max_model_len=128, speculative_num_assistant_tokens=3 if head else 0, assistant_model_name=head,
+            speculative_confidence_threshold=0.0)).load()
+        texts[head] = e.run("Explain the moon to a child.", temperature=0.0, max_new_tokens=20, ignore_eos=True)
+        e.unload()
+    r = texts.pop(str(tmp_path / "head"))
+    assert r.token_ids == texts[None].token_ids and r.stats.draft_tokens >= 20

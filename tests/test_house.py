@@ -6,7 +6,7 @@ import house, readme
 from house import ROOT
 
 LIB = ROOT / "llminfer"
-MODULES = {".".join(p.relative_to(LIB).with_suffix("").parts).removesuffix(".__init__"): p for p in LIB.rglob("*.py") if p.name != "_modidx.py" and p != LIB / "__init__.py"}
+MODULES = {".".join(p.relative_to(LIB).with_suffix("").parts).removesuffix(".__init__"): p for p in LIB.rglob("*.py") if p.name != "_modidx.py" and p not in (LIB / "__init__.py", LIB / "__main__.py")}
 FLOORS = house.floors()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 

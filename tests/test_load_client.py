@@ -107,3 +107,29 @@ def test_our_own_server_is_measured_like_any_other():
         r = run_load(LoadSettings(url, n_requests=6, output_len=7, input_len=5, max_concurrency=3))
     m = r.metrics
     assert (m["completed"], m["total_output_tokens"], m["failed"]) == (6, 42, 0) and 0 < m["median_itl_ms"] < m["median_e2el_ms"], r.errors()
+
+def test_a_connection_is_used_again_and_one_that_the_server_has_closed_is_not():
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    opened, asked, end_after = [], [], [10**9]
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        def log_message(self, *args): pass
+        def setup(self): super().setup(); opened.append(1)
+        def plain(self, data, kind):
+            self.send_response(200), self.send_header("Content-Type", kind), self.send_header("Content-Length", str(len(data))), self.end_headers()
+            self.wfile.write(data)
+        def do_GET(self): self.plain(b'{"data": [{"id": "m"}]}', "application/json"), setattr(self, "close_connection", True)
+        def do_POST(self):
+            asked.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200), self.send_header("Transfer-Encoding", "chunked"), self.end_headers()
+            for part in (b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n', b"data: [DONE]\n\n", b""): self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
+            self.close_connection = len(asked) >= end_after[0]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        for end, connections in ((10**9, 1), (0, 6)):                # it keeps them; it closes each after its answer
+            opened.clear(), asked.clear()
+            end_after[0] = end
+            r = run_load(LoadSettings(f"http://127.0.0.1:{server.server_address[1]}/v1", n_requests=6, output_len=1, max_concurrency=1))
+            assert (r.metrics["completed"], len(asked), len(opened) - 1) == (6, 6, connections), r.errors()      # one more asked for the models
+    finally: server.shutdown(), server.server_close()

@@ -24,14 +24,14 @@ def nbdev(command: str, *args: str, cwd: Path) -> None:
 def test_notebook_runs(nb): nbdev("nbdev-test", str(nb), cwd=ROOT)
 
 def generated(root: Path) -> dict[str, bytes]:
-    return {p.relative_to(root).as_posix(): p.read_bytes() for p in (root / "llminfer").rglob("*.py") if p.name != "__init__.py"}
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in (root / "llminfer").rglob("*.py") if not p.name.startswith("__")}
 
 def differing(a: dict[str, bytes], b: dict[str, bytes]) -> list[str]: return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
 
 def test_library_is_what_notebooks_export(tmp_path):
     for d in ("nbs", "llminfer"): shutil.copytree(ROOT / d, tmp_path / d, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     for f in ("pyproject.toml", "settings.ini", "_quarto.yml", "README.md"): shutil.copy(ROOT / f, tmp_path / f)
-    want, inits = generated(ROOT), {p: p.read_bytes() for p in (tmp_path / "llminfer").rglob("__init__.py")}
+    want, inits = generated(ROOT), {p: p.read_bytes() for p in (tmp_path / "llminfer").rglob("__*__.py")}
     for f in generated(tmp_path): (tmp_path / f).unlink()
     for cwd in (tmp_path, tmp_path / "nbs"):      # from two directories: the result must not depend on it
         nbdev("nbdev-export", cwd=cwd)

@@ -1,6 +1,6 @@
 """The event log tells the truth: replayed, it gives the pool's own books; and other programs can read it."""
 from __future__ import annotations
-import gzip, json, random
+import gzip, json, random, threading
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,11 @@ import pytest
 from llminfer.batching import Scheduler, SchedulerConfig
 from llminfer.events import EVENTS, StepReplay, TraceError, check_event, read_events
 from llminfer.kv_cache import BlockPool
-from llminfer.request import SamplingParams
+from llminfer.request import GenerationRequest, SamplingParams
 from llminfer.scripted import ScriptedRunner
 from llminfer.trace_formats import chrome_events, from_schema3, to_schema3, write_chrome
 from llminfer.tracing import Trace, dashboard_page
+from support.engines import tiny_engine
 
 VOCAB = 97
 
@@ -25,6 +26,7 @@ class Run:
         self.s = Scheduler(BlockPool(n_blocks, 4, eviction=eviction), cfg, self.trace)
         self.dev = ScriptedRunner(cfg, n_blocks, reveal=(lambda left: self.rng.randint(min(1, left), left)) if reveal else None)
         self.tickets, self.replay, self.seen, self.got, self.wild = deque[Any](), StepReplay(), 0, dict[int, int](), eviction == "fifo"
+        self.plans, self.in_flight = list[Any](), list[int]()
 
     def go(self, n: int = 40) -> Run:
         rng, new, turn = self.rng, 0, 0
@@ -41,6 +43,8 @@ class Run:
             if rng.random() < 0.02: self.s.pool.reset_cache()
             while len(self.tickets) < self.flight and (plan := self.s.plan()) is not None:
                 self.tickets.append(self.dev.launch(plan))
+                self.plans.append((plan.window_id, plan.K, plan.variant, plan.rows.tolist(), [(c.row, c.start, len(c.ids)) for c in plan.prefill]))
+                self.in_flight.append(len(self.tickets))
                 self.check()
             self.s.drain_deltas()
             if self.tickets:
@@ -89,6 +93,48 @@ def test_a_log_that_forgets_can_be_replayed_from_its_snapshot() -> None:
 def test_off_writes_nothing() -> None:
     run = Run(1, late=10**9).go()
     assert not run.trace.events and not run.s.journal.opened and run.trace.counters["windows"] > 20
+
+def test_a_reader_beside_the_writer_misses_nothing_and_sees_nothing_twice() -> None:
+    "One that reads in the middle of each `emit`, where the clock is asked; and one in another thread."
+    t, got, n = Trace(enabled=True), list[int](), 0
+    def read() -> float:
+        nonlocal n
+        events, n = t.since(n)
+        got.extend(e["i"] for e in events)
+        return 0.0
+    t.clock = read
+    for i in range(50): t.emit("x", i=i)
+    read()
+    assert got == list(range(50))
+    t, got, n = Trace(enabled=True), list[int](), 0
+    def write() -> None:
+        for i in range(60_000): t.emit("x", i=i)
+    writer = threading.Thread(target=write)
+    writer.start()
+    while writer.is_alive() or n < t.n_emitted: read()
+    writer.join()
+    assert got == list(range(60_000))
+
+@pytest.mark.parametrize("kw", [{"K": 4, "flight": 2}, {"K": 3, "flight": 2, "D": 2, "reveal": True}], ids=str)
+def test_a_log_changes_no_plan(kw: dict[str, Any]) -> None:
+    "Windows keep their length and the two in flight, rows their variants: the fast path stays on."
+    for seed in range(3):
+        off, on = (Run(seed, **kw, late=late).go() for late in (10**9, 1))
+        assert on.trace.events and not off.trace.events
+        assert off.plans == on.plans and len(off.plans) > 20 and max(k for _, k, *_ in off.plans) == kw["K"] and max(off.in_flight) == 2
+        assert off.trace.counters == on.trace.counters and off.got == on.got
+
+def test_a_log_leaves_the_engine_as_fast_as_it_says() -> None:
+    "What info() tells of the path is the same with the log on, and so are text and counters."
+    def run(trace: bool) -> tuple[Any, ...]:
+        e = tiny_engine(trace=trace, max_model_len=128, window_steps=4)
+        try:
+            t: Trace = e.backend.trace  # type: ignore[attr-defined]
+            r = e.run_requests([GenerationRequest(f"prompt {i}", max_new_tokens=12, temperature=0, ignore_eos=True) for i in range(4)])
+            return [x.token_ids for x in r], {k: v for k, v in e.info().items() if not k.endswith("_s")}, {k: v for k, v in t.counters.items() if not k.endswith("_us")}, len(t.events)
+        finally: e.unload()
+    (text, info, counts, n), (text2, info2, counts2, n2) = run(False), run(True)
+    assert text == text2 and info == info2 and counts == counts2 and n == 0 < n2
 
 def test_files_come_back_and_wrong_ones_are_named(tmp_path: Path) -> None:
     t, f = Run(2, K=2).go().trace, tmp_path / "t.jsonl"

@@ -12,6 +12,26 @@ def settings(root: Path = ROOT) -> dict[str, str]:
     c.read(root / "settings.ini", encoding="utf-8")
     return dict(c["DEFAULT"])
 
+def public_repo(root: Path = ROOT) -> str:
+    "owner/name of the public repository, or nothing."
+    repo = settings(root).get("public_repo", "").strip()
+    if repo and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9-]*/[A-Za-z0-9._-]+", repo):
+        raise ValueError(f"settings.ini: public_repo must be owner/name, got {repo!r}")
+    return repo
+
+def colab_badge(
+    path: str,   # of a notebook, from the root
+    repo: str,   # owner/name; empty: no badge
+    branch: str = "main",
+) -> str: # Markdown
+    "The picture that opens a notebook in Colab."
+    if not repo: return ""
+    return f"[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{repo}/blob/{branch}/{path})"
+
+def colabs(root: Path = ROOT) -> list[Path]:
+    "The notebooks that are made for Colab."
+    return sorted((root / "examples").glob("llminfer_*colab.ipynb"))
+
 def notebooks(root: Path = ROOT) -> list[Path]:
     "Every notebook of the book, by name; hidden folders and files that begin with `_` are not part of it."
     nbs = root / settings(root)["nbs_path"]

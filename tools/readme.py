@@ -1,10 +1,11 @@
-"""Write README.md from nbs/index.ipynb, whose reading order is brought up to date first; `--check` only says if both are current.
+"""Write README.md from nbs/index.ipynb, whose lists are brought up to date first, and the badges of the Colab notebooks.
+`--check` only says if all of them are current.
 `--measure [notebook ...]` runs notebooks (all of them if none is named) and notes their seconds in tools/seconds.json."""
 from __future__ import annotations
 import json, math, os, re, resource, subprocess, sys
 from pathlib import Path
 from typing import Any
-from house import ROOT, cells, directives, module_of, notebooks, settings, source, subtitle
+from house import ROOT, cells, colab_badge, colabs, directives, module_of, notebooks, public_repo, settings, source, subtitle
 
 MARK, SECONDS = "<!-- floors: written by tools/readme.py -->", ROOT / "tools" / "seconds.json"
 HEAD = "| notebook | idea | module | minutes | where | seconds |"
@@ -24,7 +25,6 @@ SECTIONS: list[tuple[Floor, str, str]] = [   # first floor, title, what a reader
 ]
 PLAN: dict[int, tuple[str, str]] = {   # floors that no notebook has built yet
     20: ("parallel", "Tensor parallel over several GPUs"),
-    27: ("scaling", "Replicas"),
 }
 PATHS = [   # name, what for, notebooks (None: every one)
     ("One hour", "why a serving engine is not a loop around `generate`", ["03_interfaces", "08_kv_cache", "11_batching", "13_core"]),
@@ -32,6 +32,15 @@ PATHS = [   # name, what for, notebooks (None: every one)
         ["01_request", "03_interfaces", "04_model", "07_streaming", "08_kv_cache", "09_attention", "10_sampling", "11_batching",
             "12_runner", "13_core", "22_engine", "25_api"]),
     ("One week", "everything, with the exercises", None),
+]
+
+GUIDE: list[tuple[str, str, list[str]]] = [   # pages beside the lessons: section, what a reader gets, notebooks
+    ("Evidence", "What was measured, what it bought, and how.",
+        ["what_it_bought", "findings", "serving_evaluation", "benchmark_method"]),
+    ("Overview", "One picture of the house, its limits, and its words.",
+        ["architecture", "scope", "compare_backends", "what_is_larger", "file_formats", "glossary"]),
+    ("How to", "One task a page.",
+        ["howto_colab", "howto_server", "howto_model", "howto_family", "howto_kernel"]),
 ]
 
 def floor_of(stem: str) -> Floor:
@@ -110,7 +119,8 @@ def readme(index: list[dict[str, Any]]) -> str:
     nbs = settings()["nbs_path"]
     parts = ["<!-- Built from nbs/index.ipynb by tools/readme.py: edit the notebook, then `make readme`. -->"]
     for c in index:
-        if c["cell_type"] == "markdown": parts.append(re.sub(r"\]\((\w+\.ipynb)\)", rf"]({nbs}/\1)", source(c).strip()))
+        if c["cell_type"] == "markdown":
+            parts.append(re.sub(r"\]\((\w+\.ipynb)\)", rf"]({nbs}/\1)", source(c).strip()).replace("](../", "]("))
         elif "hide" not in directives(c):
             code = "\n".join(line for line in source(c).splitlines() if not line.startswith("#|")).strip()
             out = outputs(c)
@@ -118,12 +128,48 @@ def readme(index: list[dict[str, Any]]) -> str:
             else: parts += [f"```python\n{code}\n```", *(["\n".join("    " + line for line in out.splitlines())] if out else [])]
     return "\n\n".join(parts) + "\n"
 
+COLAB_MARK, GUIDE_MARK = "<!-- colabs: written by tools/readme.py -->", "<!-- guide: written by tools/readme.py -->"
+
+def colab_list(repo: str) -> str:
+    "The notebooks for Colab: a line each."
+    lines = [f"- [{p.stem}](../examples/{p.name}): {subtitle(p)}. {colab_badge(f'examples/{p.name}', repo)}".rstrip() for p in colabs()]
+    return "\n".join([COLAB_MARK, "", *lines])
+
+def title_of(nb: Path) -> str: return source(cells(nb)[0]).splitlines()[0].removeprefix("# ")
+
+def guide_list() -> str:
+    "The pages beside the lessons, in the index."
+    nbs, out = ROOT / settings()["nbs_path"], [GUIDE_MARK, ""]
+    for title, what, stems in GUIDE:
+        pages = [(s, nbs / f"{s}.ipynb") for s in stems]
+        out += [f"**{title}.** {what}", "", *(f"- [{title_of(p)}]({s}.ipynb): {subtitle(p)}" for s, p in pages), ""]
+    return "\n".join(out).rstrip()
+
+def with_repo(nb: Path, repo: str) -> str:
+    "A Colab notebook with the badge under its title and the source in its install cell; without a public repository neither."
+    d = json.loads(nb.read_text(encoding="utf-8"))
+    head = re.sub(r"\n*\[!\[Open In Colab\][^\n]*", "", source(d["cells"][0]))
+    badge = colab_badge(f"examples/{nb.name}", repo, settings()["branch"])
+    below = f"\n\n{badge}" if badge else ""
+    d["cells"][0]["source"] = re.sub(r"(\n> [^\n]+)", lambda m: m[1] + below, head, count=1).splitlines(keepends=True)
+    address, where = f"git+https://github.com/{repo}" if repo else "", r'(os\.environ\.get\("LLMINFER_SOURCE", )"[^"]*"'
+    for c in d["cells"]: c["source"] = re.sub(where, lambda m: f'{m[1]}"{address}"', source(c)).splitlines(keepends=True)
+    return json.dumps(d, indent=1, ensure_ascii=False) + "\n"
+
+def with_lists(nb: Path) -> str:
+    "A notebook whose marked cells hold what this file writes."
+    d = json.loads(nb.read_text(encoding="utf-8"))
+    lists = {MARK: floor_table, GUIDE_MARK: guide_list, COLAB_MARK: lambda: colab_list(public_repo())}
+    for c in d["cells"]:
+        for mark, text in lists.items():
+            if source(c).startswith(mark): c["source"] = text().splitlines(keepends=True)
+    return json.dumps(d, indent=1, ensure_ascii=False) + "\n"
+
 def build() -> dict[str, str]:
-    "What nbs/index.ipynb and README.md ought to hold, by path."
-    nb = json.loads((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))
-    for c in nb["cells"]:
-        if source(c).startswith(MARK): c["source"] = floor_table().splitlines(keepends=True)
-    return {"nbs/index.ipynb": json.dumps(nb, indent=1, ensure_ascii=False) + "\n", "README.md": readme(nb["cells"])}
+    "What the index, README.md, the page of the Colab notebooks and those notebooks themselves ought to hold, by path."
+    pages = {f"nbs/{s}.ipynb": with_lists(ROOT / f"nbs/{s}.ipynb") for s in ("index", "howto_colab")}
+    pages["README.md"] = readme(json.loads(pages["nbs/index.ipynb"])["cells"])
+    return pages | {p.relative_to(ROOT).as_posix(): with_repo(p, public_repo()) for p in colabs()}
 
 def stale() -> list[str]:
     "Files that are not what `build` makes."

@@ -4,12 +4,16 @@
 """
 import random
 from dataclasses import replace
+from functools import partial
 import pytest
 import torch
 from llminfer.core import CoreConfig, generate, make_core
+from llminfer.draft import DeviceDrafts, Source, first_layers
+from llminfer.draft_head import head_source, new_head
 from llminfer.cuda_graphs import GraphRunner
 from llminfer.layers import LayerProgram
 from llminfer.loading import load_model, make_tiny, open_checkpoint
+from llminfer.model import Dense
 from llminfer.request import SamplingParams
 from llminfer.runner import TorchProgram, TorchRunner
 from llminfer.speculative import DeviceLookup
@@ -60,6 +64,58 @@ def test_kernels_in_graphs_guess_and_say_what_they_say_without(jobs, draft):
 def test_a_launch_with_guesses_never_waits(jobs):
     ckpt, prompts, params = jobs
     core = guessing(load_model(ckpt, torch.float32, "cuda"), 4, runner=TorchRunner)
+    generate(core, prompts[:4], params[:4])
+    forbid_waits(core)
+    generate(core, prompts, params)
+
+
+# Drafts
+
+
+def sources(model):
+    "The target as its own draft (never wrong), its first layer, an untrained head."
+    words = torch.arange(40, 200, device=model.device)
+    head = {k: v.to(model.device) for k, v in new_head(load_model(model.folder, model.dtype, "cpu", linear=Dense), words.cpu()).items()}
+    return {"same": Source(model), "self": first_layers(model, 1), "head": head_source(head | {"words": words}, model)}
+
+
+def drafts(model, source, draft=4, **kw):
+    return make_core(model, replace(CFG, draft=draft, free_guesses=False), speculate=partial(DeviceDrafts, source=source, least=0.0), **kw)
+
+
+@pytest.mark.parametrize("kind", ["same", "self", "head"])
+@pytest.mark.parametrize("runner", [TorchRunner, GraphRunner])
+def test_fp64_drafts_say_what_a_cpu_says_alone(jobs, runner, kind):
+    ckpt, prompts, params = jobs
+    want = generate(make_core(load_model(ckpt, torch.float64, "cpu"), CFG), prompts, params)
+    model = load_model(ckpt, torch.float64, "cuda")
+    model.folder = ckpt
+    core = drafts(model, sources(model)[kind], runner=runner)
+    torch.cuda.set_sync_debug_mode("default")
+    for _ in range(2): assert generate(core, prompts, params) == want
+    c = core.trace.counters
+    assert c["accepted_tokens"] > 50 and (kind != "same" or c["accepted_tokens"] > 0.97 * c["draft_tokens"])      # a text may end among right guesses
+    if runner is GraphRunner: assert any(k.variant.draft for k in core.runner.graphs) and not core.runner.failed
+
+
+@pytest.mark.parametrize("kind", ["same", "self", "head"])
+def test_drafts_run_on_kernels_in_graphs(jobs, kind):
+    ckpt, prompts, params = jobs
+    model = load_model(ckpt, torch.float32, "cuda")
+    model.folder = ckpt
+    plain = generate(make_core(model, CFG, runner=GraphRunner, program=LayerProgram), prompts, params)
+    core = drafts(model, sources(model)[kind], runner=GraphRunner, program=LayerProgram)
+    for _ in range(2): got = generate(core, prompts, params)
+    assert sum(a == b for a, b in zip(got, plain)) >= len(prompts) - 1 and not core.runner.failed                  # a near tie in fp32 may fall the other way
+    assert type(core.runner.speculator.program) is LayerProgram and core.trace.counters["accepted_tokens"] > 50
+
+
+@pytest.mark.parametrize("kind", ["same", "self", "head"])
+def test_a_launch_with_drafts_never_waits(jobs, kind):
+    ckpt, prompts, params = jobs
+    model = load_model(ckpt, torch.float32, "cuda")
+    model.folder = ckpt
+    core = drafts(model, sources(model)[kind], runner=TorchRunner)
     generate(core, prompts[:4], params[:4])
     forbid_waits(core)
     generate(core, prompts, params)

@@ -8,8 +8,6 @@ from typing import Any, Callable, Iterator
 import httpx2
 from support.api import http_bytes, raw_request
 
-SAMPLE = {"I1": 150, "I2": 250, "I8": 80, "I9": 40}
-FULL = {"I1": 2000, "I2": 700, "I8": 200, "I9": 100}
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LIMIT_S = 5.0
 

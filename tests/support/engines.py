@@ -16,7 +16,7 @@ from llminfer.model import CausalModel, ForcedModel
 from llminfer.tokenization import Tokenizer, load_tokenizer
 
 MADE: list[InferenceEngine] = []   # by `engine_around` in this test
-CACHE = {"block": "page_size_tokens", "blocks": "num_blocks", "prefix_cache": "enable_prefix_cache", "paged": "enable_paged_kv"}
+CACHE = {"block": "page_size_tokens", "blocks": "num_blocks", "prefix_cache": "enable_prefix_cache", "paged": "enable_paged_kv", "cpu_kv_bytes": "cpu_kv_bytes"}
 
 
 @cache

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio, os, signal, time
 from contextlib import asynccontextmanager
 from typing import Any, Callable
+import torch
 from llminfer.config import EngineConfig
 from llminfer.engine import InferenceEngine
 from llminfer.engine_handle import PacedRunner, scripted_engine
@@ -10,7 +11,7 @@ from llminfer.request import GenerationRequest
 from llminfer.serving import AsyncEngine, ServingLimits
 from support.engines import tiny
 
-KILL, EXIT, RAISE = 190, 191, 192   # first ids of prompts: kill the process, end the engine's thread, fail a step
+KILL, EXIT, RAISE, STICKY = 190, 191, 192, 193   # first ids of prompts: kill the process, end the engine's thread, fail a step, break the device
 
 
 class FaultyRunner(PacedRunner):
@@ -20,6 +21,7 @@ class FaultyRunner(PacedRunner):
             if c.ids[0] == KILL: os.kill(os.getpid(), signal.SIGKILL)
             if c.ids[0] == EXIT: raise SystemExit(3)
             if c.ids[0] == RAISE: raise RuntimeError("this step fails")
+            if c.ids[0] == STICKY: raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         return super().launch(plan)
 
 
@@ -33,7 +35,7 @@ def scripted(step_s: float = 0.0, runner: type[PacedRunner] = FaultyRunner, **se
 
 def make_scripted(cfg: EngineConfig) -> InferenceEngine:
     "For a child process; `model_name` says how long a step is."
-    return scripted(float(cfg.model_name), max_num_seqs=cfg.max_num_seqs or 4, max_model_len=cfg.max_model_len or 2048)
+    return scripted(float(cfg.model_name), max_num_seqs=cfg.max_num_seqs or 4, max_model_len=cfg.max_model_len or 2048, trace=cfg.trace)
 
 
 def make_nothing(cfg: EngineConfig) -> InferenceEngine: os._exit(7)
