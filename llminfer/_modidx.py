@@ -1403,6 +1403,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'llminfer/engine_process.py'),
                                          'llminfer.engine_process.ChildOwner.busy_s': ( 'engine_process.html#childowner.busy_s',
                                                                                         'llminfer/engine_process.py'),
+                                         'llminfer.engine_process.ChildOwner.facts': ( 'engine_process.html#childowner.facts',
+                                                                                       'llminfer/engine_process.py'),
                                          'llminfer.engine_process.ChildOwner.pid': ( 'engine_process.html#childowner.pid',
                                                                                      'llminfer/engine_process.py'),
                                          'llminfer.engine_process.ChildOwner.started': ( 'engine_process.html#childowner.started',

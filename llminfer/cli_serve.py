@@ -133,7 +133,8 @@ def guessing(s: ServeFlags) -> ServeFlags:
     "The flags of prompt lookup in the engine's own words."
     on, most = s.prompt_lookup_speculative, s.prompt_lookup_max_draft_tokens
     if on is None and most is None: return s
-    if on is False and most: raise ConfigError(f"prompt_lookup_max_draft_tokens {most} needs prompt lookup: leave --no-prompt-lookup-speculative out")
+    if on is False and most:
+        raise ConfigError(f"prompt_lookup_max_draft_tokens {most} needs prompt lookup: leave --no-prompt-lookup-speculative out")
     return replace(s, spec_method="lookup" if on or most else s.spec_method, spec_num_assistant_tokens=0 if on is False else most or 4)
 
 def serve_config(s: ServeFlags) -> tuple[EngineConfig, list[str]]:   # (settings, notes)

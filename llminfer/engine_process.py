@@ -280,7 +280,7 @@ class EngineProcess(Watched):
 class ChildOwner:
     "What is known of an engine in another process."
     child: EngineProcess | None = None
-    facts: EngineFacts     # once it has started
+    _facts: EngineFacts
 
     @property
     def alive(self) -> bool: return (c := self.child) is not None and c.alive
@@ -292,6 +292,8 @@ class ChildOwner:
         "Kill the child."
         if (c := self.child) is not None: c.proc.kill()
         return True
+    @property
+    def facts(self) -> EngineFacts: return self._facts
     @property
     def pid(self) -> int | None: return c.proc.pid if (c := self.child) is not None else None
     @property
@@ -318,7 +320,7 @@ class EngineAway(ChildOwner):
             if self.alive: return
             self.child = child = EngineProcess(lambda: self.after_batch())
             try:
-                self.facts = child.load(self.make, self.cfg)
+                self._facts = child.load(self.make, self.cfg)
                 for name, path in self.loaded.items(): child.adapt("load", name, path)
             except BaseException:
                 child.close()

@@ -224,6 +224,7 @@ def take_event(t: Timed, d: dict[str, Any], now: float) -> None:
         t.prompt_tokens, t.output_tokens = u.get("prompt_tokens") or 0, u.get("completion_tokens") or 0
         t.cached_tokens = (u.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
+# %% ../nbs/25b_load_client.ipynb #aed1bb50
 def read_reply(t: Timed, pieces: Sequence[tuple[float, bytes]], error: str) -> None:
     "Turn the bytes of a response into stamps, counts and text, or an error."
     if not pieces:
@@ -396,6 +397,7 @@ def take(idle: list[Reply]) -> Reply | None:
         r.transport.close()
     return None
 
+# %% ../nbs/25b_load_client.ipynb #47046254
 async def send(s: LoadSettings, body: dict[str, Any], t: Timed, context: ssl.SSLContext | None, idle: list[Reply]) -> None:
     "One request, on a free connection or a new one as vLLM's client does; whatever goes wrong becomes its error."
     u = urlsplit(s.url)
@@ -434,6 +436,7 @@ class Ticker:
             await asyncio.sleep(self.every)
             self.late.append((time.perf_counter() - due) * 1e3)
 
+# %% ../nbs/25b_load_client.ipynb #f30ef6d2
 @dataclass
 class LoadResult:
     "A run: its settings, its requests, and the client's own delays."

@@ -77,6 +77,7 @@ def draw_axes(ax: Any, c: Chart) -> None:
     ax.grid(alpha=0.3)
     if len(c.lines) > 1: ax.legend(fontsize=8)
 
+# %% ../nbs/25c_plots.ipynb #fbd3a17e
 def save_png(
     charts: Sequence[Chart],
     path: str | os.PathLike[str],

@@ -225,7 +225,7 @@ def check_cross_check(r: dict[str, Any]) -> list[str]:
     for row in r["server"]:
         middle = {who: {k: statistics.median(v) for k, v in raw.items()} for who, raw in row["raw"].items()}
         for k, told in row["off"].items():
-            out += same(f"server {row['concurrency']}: off {k}", told, middle["llminfer"][k] / middle["guidellm"][k] - 1, 2e-4)
+            out += same(f"server, {row['load']}: off {k}", told, middle["llminfer"][k] / middle["guidellm"][k] - 1, 2e-4)
     for part in ("mock", "server"):
         if rows := r[part]: out += same(f"worst of {part}", r["worst"][part], max(abs(v) for row in rows for v in row["off"].values()))
     return out

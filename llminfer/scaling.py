@@ -147,7 +147,7 @@ class RayFleet:
 def need_ray() -> None:
     "`ConfigError` if Ray Serve is not installed."
     if find_spec("ray") is None or find_spec("ray.serve") is None:
-        raise ConfigError("replicas need Ray Serve, which is not installed: pip install 'llminfer[ray]'")
+        raise ConfigError("replicas needs Ray Serve, which is not installed: pip install 'llminfer[ray]'")
 
 def gpus_of(s: Scale) -> float:
     "GPUs of one replica."

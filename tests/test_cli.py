@@ -93,7 +93,7 @@ def test_no_flag_is_inert():
     behaviours = {"json", "trace", "chat", "system", "adapter", "adapter_name", "load"}
     other = {"backend": Backend.PAGED, "quant": QuantMode.NF4, "device": "cpu", "dtype": "float64", "max_tokens": 9, "temp": 1.0, "top_p": 0.5, "min_p": 0.5, "stop": ["a"], "bad_words": ["a"],
         "force_words": ["a"], "gpu_memory_utilization": 0.5, "spec_confidence_threshold": 0.5, "hf_token": "t", "repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 1.0,
-        "page_size_tokens": 4, "logprobs": 2, "max_model_len": 99, "model": "x", "revision": "x", "cache_dir": "x", "assistant_model": "x", "tokenizer": "x", "chat_template": "x", "attention_backend": "torch", "kernels": "torch", "upstream_url": "http://x", "upstream_api_key": "t"}
+        "page_size_tokens": 4, "logprobs": 2, "max_model_len": 99, "model": "x", "revision": "x", "cache_dir": "x", "assistant_model": "x", "tokenizer": "x", "chat_template": "x", "attention_backend": "torch", "kernels": "torch", "upstream_url": "http://x", "upstream_api_key": "t", "kv_cache_dtype": "int8", "spec_method": "self"}
     e, g = cli.EngineFlags(), cli.GenerateFlags()
     made = lambda e, g: (cli.engine_config(replace(e, backend=Backend.COMPILED if e.compile_fullgraph else e.backend), g), cli.request_fields("p", g))
     plain, compiled = made(e, g), (cli.engine_config(replace(e, backend=Backend.COMPILED), g), cli.request_fields("p", g))
@@ -102,6 +102,7 @@ def test_no_flag_is_inert():
             if f.name in behaviours: continue
             old = getattr(flags, f.name)
             new = replace(flags, **{f.name: other[f.name] if f.name in other else not old if isinstance(old, bool) else (old or 0) + 3})
+            if f.name == "spec_layers": new = replace(new, spec_method="self")
             got = made(new, g) if flags is e else made(e, new)
             assert repr(got) != repr(plain) and repr(got) != repr(compiled) or f.name in ("hf_token", "upstream_api_key") and "t" in (got[0].hf_token, got[0].upstream_api_key), f.name
 

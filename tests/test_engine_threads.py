@@ -87,7 +87,7 @@ def test_phrases_without_bound_are_refused_and_long_ones_ignored():
     good = e.run("x", max_new_tokens=4, **GREEDY).token_ids
     assert e.run("x", max_new_tokens=4, bad_words=["q" * 40_000], **GREEDY).token_ids == good        # it can never appear
     assert e.run("x", max_new_tokens=4, bad_words=[f"w{i} z" for i in range(1000)] + ["q" * 40_000], **GREEDY).token_ids == good
-    with pytest.raises(RequestError, match="bad_words holds .* token ids in all; at most 65,536"): e.run("x", bad_words=[f"w{i} " + "z q" * 8 for i in range(4000)])
+    with pytest.raises(RequestError, match="bad_words hold .* characters, and at most 65536"): e.run("x", bad_words=[f"w{i} " + "z q" * 8 for i in range(4000)])
     with pytest.raises(RequestError, match="stop_sequences hold 70000 characters"): e.run("x", stop_sequences=["y" * 70_000])
 
 

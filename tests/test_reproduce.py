@@ -42,6 +42,11 @@ def test_pages_say_what_the_records_say():
     ("chat_turns.json", lambda d: d.update(prefill_saved=0.99), "prefill_saved"),
     ("adapters_cpu.json", lambda d: d["share_of_base"].update({"8 adapters": 0.99}), "share_of_base"),
     ("trace_cost.json", lambda d: d["rows"][0].update(cost_percent=0.0), "cost_percent"),
+    ("cpu_backends.json", lambda d: d["results"][0]["metrics"]["1"].update(mean_throughput_tps=999.0), "mean_throughput_tps"),
+    ("cpu_backends.json", lambda d: next(m for r in d["results"] for m in r["metrics"].values() if m["shown_tps"] is None).update(shown_tps=99.0), "without believed tokens"),
+    ("hf_batched_cpu.json", lambda d: d["rows"][0]["ratio"].update(batched=9.0), "ratio to batched"),
+    ("cross_check.json", lambda d: d["server"][0]["off"].update(ttft_ms=0.0), "off ttft_ms"),
+    ("cross_check.json", lambda d: d["worst"].update(mock=0.001), "worst of mock"),
     ("kernels_h200.json", lambda d: d["rows"][0].update(tok_s=9999), "tok_s")])
 def test_a_hand_in_a_record_is_found_with_and_without_a_new_seal(bench, name, change, word):
     edit(bench, name, change)

@@ -279,7 +279,7 @@ def test_what_serve_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     real = find_spec
     monkeypatch.setattr("llminfer.scaling.find_spec", lambda name: None if name.startswith("ray") else real(name))
     r = run("--replicas", "2")
-    assert (r.exit_code, r.stdout) == (2, "") and r.stderr == "error: --replicas need Ray Serve, which is not installed: pip install 'llminfer[ray]'\n", r.output
+    assert (r.exit_code, r.stdout) == (2, "") and r.stderr == "error: --replicas needs Ray Serve, which is not installed: pip install 'llminfer[ray]'\n", r.output
 
 def test_a_small_cluster_and_a_failed_start_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0, "GPU": 2.0}, is_initialized=lambda: True)
