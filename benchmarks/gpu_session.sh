@@ -1,14 +1,53 @@
 #!/bin/bash
-# One call on a GPU machine: tests/gpu, FlashInfer, tails, sampled share, ladder. The demo model's parts are in /tmp/parts; $OUT takes the records.
-export PYTHONPATH=.:tests:benchmarks:/tmp/fi-site PYTHONUNBUFFERED=1 FLASHINFER_WORKSPACE_BASE=/tmp/fi
-mkdir -p ~/.cache/llminfer/demo && cat /tmp/parts/demo.part.0* > ~/.cache/llminfer/demo/SmolLM2-135M-Instruct.Q4_1.gguf
-python3 -m pip install -q --no-index --no-deps --no-compile --target /tmp/fi-site /tmp/parts/*.whl
-say() { echo "== $(date +%T) $1"; }
-say build; python3 benchmarks/ladder.py --build --models esme-214m > $OUT/build.log 2>&1 &
-say tests; timeout 300 python3 -m pytest -v -n 10 -p no:cacheprovider --deselect tests/gpu/test_flashinfer.py tests/gpu 2>&1 | tee $OUT/tests_gpu.log | grep -E "FAILED|ERROR|passed|failed|^E " | tail -60
-wait; say flashinfer; timeout 120 python3 -m pytest -v -n 6 -p no:cacheprovider tests/gpu/test_flashinfer.py 2>&1 | tee $OUT/flashinfer.log | grep -E "FAILED|ERROR|passed|failed|^E " | tail -30
-say sampled; timeout 60 python3 benchmarks/gpu_checks.py --only sampled --out $OUT/gpu_checks.json 2>&1 | tail -8
-say tails; timeout 50 python3 benchmarks/kernel_table.py --tails --out $OUT/tails_h200.json 2>&1 | tail -30
-say layers; timeout 30 python3 benchmarks/layer_table.py --models esme-214m --batches 8 16 1 --seconds 25 --out $OUT/layers_h200.json 2>&1 | tail -5
-say ladder; timeout 75 python3 benchmarks/ladder.py --models esme-214m --batches 1,8,64 --deadline 60 --out $OUT/ladder.json 2>&1 | tail -30
-say end
+# Stages of a session on a machine with two GPUs; each prints a short account and leaves records and logs in $OUT. gpu_pack.md says what each needs in /tmp/parts.
+#
+#   benchmarks/gpu_session.sh kernels     tests/gpu without the demo model, 8-bit KV, quantised products; then the tests of two ranks
+#   benchmarks/gpu_session.sh demo        tests that want the demo model or bitsandbytes, speculation, a trained head, tracing; quantisation, adapters
+#   benchmarks/gpu_session.sh ranks       two ranks against one GPU, two replicas against one
+#   benchmarks/gpu_session.sh vllm        the vllm backend, `llminfer serve` against `vllm serve`; FlashInfer
+OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"
+export PYTHONPATH=.:tests:benchmarks:/tmp/extra PYTHONUNBUFFERED=1 FLASHINFER_WORKSPACE_BASE=/tmp/fi OMP_NUM_THREADS=2
+DEMO="fp32_writes or low_precision or launches_never_wait_for_the_device or old_gpu or step_eagerly or demo_model"
+step() { # step GPUS SECONDS NAME COMMAND...: its output in $OUT/NAME.log, what matters of it here
+    local gpus=$1 seconds=$2 name=$3 t=$SECONDS; shift 3
+    CUDA_VISIBLE_DEVICES=$gpus timeout "$seconds" "$@" > "$OUT/$name.log" 2>&1
+    { echo "== $name: exit $? after $((SECONDS - t)) s"; grep -aE "FAILED|ERROR|passed|failed|^E  " "$OUT/$name.log" | cut -c1-220 | tail -40 || true; } > "/tmp/said.$name"
+    grep -qaE "passed|failed" "$OUT/$name.log" || tail -n 16 "$OUT/$name.log" | cut -c1-420 >> "/tmp/said.$name"
+    cat "/tmp/said.$name"
+}
+tests() { local gpus=$1 seconds=$2 name=$3; shift 3; step "$gpus" "$seconds" "$name" python3 -m pytest -q -p no:cacheprovider --durations=5 "$@"; }
+demo_model() { mkdir -p ~/.cache/llminfer/demo && cat /tmp/parts/demo.part.0* > ~/.cache/llminfer/demo/SmolLM2-135M-Instruct.Q4_1.gguf; }
+
+kernels() {
+    tests 0 330 tests_gpu -n 14 tests/gpu --deselect tests/gpu/test_flashinfer.py --deselect tests/gpu/test_parallel_gpu.py --deselect tests/gpu/test_vllm_gpu.py --deselect tests/gpu/test_backends_gpu.py -k "not ($DEMO)" &
+    (step 1 80 kv_step python3 benchmarks/kv_step.py --batches 64 256 --contexts 320 1024
+     step 1 250 quant_step python3 benchmarks/quant_step.py --models qwen3-8b --kinds nf4 fp8 --batches 1 8 64 --tune) &
+    wait
+    tests 0,1 120 tests_ranks -x tests/gpu/test_parallel_gpu.py
+}
+demo() {
+    demo_model
+    (tests 0 150 tests_demo -n 8 tests/gpu/test_gpu.py tests/gpu/test_quant_gpu.py tests/gpu/test_cases_gpu.py tests/gpu/test_backends_gpu.py -k "$DEMO or cases_gpu or backends_gpu"
+     step 0 100 speculation python3 benchmarks/speculation.py --sets 4 --rounds 5 --tokens 128 --out "$OUT/speculation_h200.json"
+     step 0 100 train_head python3 examples/train_draft_head.py --out /tmp/head --texts 2000 --tokens 192 --minutes 1.4
+     step 0 120 drafts python3 benchmarks/speculation.py --sets 3 --rounds 3 --tokens 128 --head /tmp/head --out "$OUT/speculation_drafts_h200.json"
+     step 0 60 trace_cost python3 benchmarks/trace_cost.py --device cuda --models demo --windows 16 --out "$OUT/trace_cost_h200.json") &
+    (step 1 100 adapters_8b python3 benchmarks/adapters.py --shape qwen3-8b --runs 3 --out "$OUT/adapters_h200.json"
+     step 1 60 adapters_esme python3 benchmarks/adapters.py --shape esme --runs 3 --out "$OUT/adapters_esme_h200.json"
+     step 1 160 quant_more python3 benchmarks/quant_step.py --models qwen3-8b --kinds nf4 int4 int8 w8a8 --batches 1 64 --out "$OUT/quant_more.json"
+     step 1 120 quant_table python3 benchmarks/quant_table.py --models demo --device cuda --out "$OUT/quant_table_h200.json") &
+    wait
+}
+ranks() { step 0,1 420 tensor_parallel python3 benchmarks/tensor_parallel.py --judged 8 --pairs 5 --out "$OUT/tensor_parallel.json"; }
+vllm() {
+    mkdir -p /tmp/site; cat /tmp/parts/vllm.part.* | python3 -c "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|xz').extractall('/tmp/site')"
+    python3 -m compileall -q -j 16 /tmp/site > /dev/null 2>&1
+    step 0 400 serve python3 benchmarks/serve_vs_vllm.py --vllm-site /tmp/site --ours-site /tmp/extra --logs "$OUT" --out "$OUT/serve_vs_vllm.json" &
+    PYTHONPATH=.:tests:/tmp/site VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 tests 1 300 tests_vllm -s tests/gpu/test_vllm_gpu.py
+    wait
+}
+
+mkdir -p /tmp/extra
+for w in /tmp/parts/*.whl; do [ -e "$w" ] && python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/extra "$w"; done
+[ -e /tmp/parts/bnb.tar.xz ] && tar xJf /tmp/parts/bnb.tar.xz -C /tmp/extra       # bitsandbytes with its CUDA 13.0 kernels only
+for stage in "$@"; do "$stage"; done

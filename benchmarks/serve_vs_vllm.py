@@ -35,7 +35,7 @@ class Server:
     "One side, in a process group of its own."
     def __init__(self, arm: str, folder: Path, a: argparse.Namespace):
         self.arm, self.port, self.t0 = arm, free_port(), time.perf_counter()
-        rows, path = max(a.streams), [str(ROOT)]
+        rows, path = max(a.streams), [str(ROOT), a.ours_site if arm == "ours" else ""]
         where = ["--host", "127.0.0.1", "--port", str(self.port), "--max-num-seqs", str(max(rows, 8)), "--max-model-len", str(a.input + a.output + 64)]
         if arm == "ours": cmd = [sys.executable, "-m", "llminfer", "serve", "--model", str(folder), "--served-model-name", "m", "--device", a.device, "--no-prefix-cache", *where]
         else:
@@ -114,6 +114,7 @@ def main() -> None:
     ap.add_argument("--output", type=int, default=128, help="tokens of an answer")
     ap.add_argument("--pairs", type=int, default=3)
     ap.add_argument("--vllm-site", default="")
+    ap.add_argument("--ours-site", default="", help="fastapi, uvicorn and what they need, where they are not installed")
     ap.add_argument("--logs", default=tempfile.gettempdir())
     ap.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "serve_vs_vllm.json"))
     a = ap.parse_args()

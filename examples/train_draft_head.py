@@ -35,10 +35,12 @@ FORMS = [
 def own_text(model, tok, n, tokens, seed):
     "n prompts with the model's answers: (ids, length of the prompt)."
     r = random.Random(seed)
-    pairs = r.sample([(f, t) for f in FORMS for t in TOPICS], n)
+    pairs = [(f, t) for f in FORMS for t in TOPICS]
+    pairs = r.sample(pairs * -(-n // len(pairs)), n)                      # more than there are: again, sampled anew
     prompts = [tok.encode_chat([{"role": "user", "content": f.format(t)}]) for f, t in pairs]
     longest, ends = max(map(len, prompts)) + tokens, tuple(tok.eos_token_ids)
-    core = make_core(model, CoreConfig(n_blocks=1 + 16 * -(-longest // 16), max_model_len=longest, max_num_seqs=16))
+    rows = 16 if model.device.type == "cpu" else 256
+    core = make_core(model, CoreConfig(n_blocks=1 + rows * -(-longest // 16), max_model_len=longest, max_num_seqs=rows))
     params = [SamplingParams(temperature=r.choice([0.0, 0.7, 1.0]), top_p=0.95, seed=i, max_tokens=tokens, stop_ids=ends, eos_ids=ends)
         for i in range(n)]
     return [(p + a, len(p)) for p, a in zip(prompts, generate(core, prompts, params))]
@@ -48,15 +50,17 @@ def own_text(model, tok, n, tokens, seed):
 def states_of(model, texts):
     "(ids, prompt length, hidden states [L, D] after the final norm) of each text."
     at = causal_attention(model.config.windows)
-    return [(torch.tensor(ids), n, model.forward(torch.tensor(ids), torch.arange(len(ids)), at)) for ids, n in texts]
+    def one(ids): return model.forward(ids, torch.arange(len(ids), device=ids.device), at)
+    return [(x := torch.tensor(ids, device=model.device), n, one(x)) for ids, n in texts]
 
 
 def steps_through(source, ids, hidden, rounds):
     "The head's states [L, D] for positions 0 .. L - 1, first from the target's states, then from its own of the round before."
     at, before = causal_attention(source.model.config.windows), F.pad(hidden[:-1], (0, 0, 1, 0))
+    places = torch.arange(len(ids), device=ids.device)
     for _ in range(rounds):
         source.model.embed = source.mix(before, ids)
-        yield (out := source.model.forward(torch.arange(len(ids)), torch.arange(len(ids)), at))
+        yield (out := source.model.forward(places, places, at))
         before = F.pad(out[:-1], (0, 0, 1, 0))
 
 
@@ -71,7 +75,7 @@ def acceptance(source, words, held):
     "Share of places where the head's favourite is the target's, by round: the first guess, the second behind a right first, ..."
     right, seen = [0, 0, 0], [0, 0, 0]
     for ids, n, hidden, best in held:
-        fine = torch.ones(len(ids), dtype=torch.bool)
+        fine = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         for k, out in enumerate(steps_through(source, ids, hidden, 3)):
             hit = words[source.model.head(out).argmax(-1)] == best
             here = fine[n - 1:]
@@ -88,30 +92,32 @@ def main():
     ap.add_argument("--texts", type=int, default=320)
     ap.add_argument("--tokens", type=int, default=128)
     ap.add_argument("--words", type=int, default=4096)
-    ap.add_argument("--minutes", type=float, default=8.0, help="processor time of the whole run; training gets what is left")
+    ap.add_argument("--minutes", type=float, default=8.0, help="of the whole run, on a CPU processor time; training gets what is left")
+    ap.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     ap.add_argument("--lr", type=float, default=1e-3)
     a = ap.parse_args()
-    start, end = time.process_time(), time.process_time() + 60 * a.minutes
+    clock = time.process_time if a.device == "cpu" else time.perf_counter
+    start, end = clock(), clock() + 60 * a.minutes
     torch.manual_seed(0)
     ckpt = open_checkpoint(a.model)
-    tok, writer = load_tokenizer(ckpt.tokenizer), load_model(ckpt, torch.float32, "cpu")
+    tok, writer = load_tokenizer(ckpt.tokenizer), load_model(ckpt, torch.float32, a.device)
     texts = own_text(writer, tok, a.texts, a.tokens, 0)
-    print(f"{sum(len(i) - n for i, n in texts)} tokens written in {time.process_time() - start:.0f} s", flush=True)
+    print(f"{sum(len(i) - n for i, n in texts)} tokens written in {clock() - start:.0f} s", flush=True)
     del writer
-    model = load_model(ckpt, torch.float32, "cpu", linear=Dense)
+    model = load_model(ckpt, torch.float32, a.device, linear=Dense)
     data = states_of(model, texts)
     count = Counter(i for ids, _ in texts for i in ids)
     unused = [i for i in range(model.config.vocab_size) if i not in count]      # low ids are short, frequent pieces
-    words = torch.tensor(sorted([i for i, _ in count.most_common(a.words)] + unused[:max(0, a.words - len(count))]))
-    print(f"hidden states after {time.process_time() - start:.0f} s; {len(count)} words used, {len(words)} kept", flush=True)
+    words = torch.tensor(sorted([i for i, _ in count.most_common(a.words)] + unused[:max(0, a.words - len(count))]), device=a.device)
+    print(f"hidden states after {clock() - start:.0f} s; {len(count)} words used, {len(words)} kept", flush=True)
     tensors = {k: v.requires_grad_(k != "head") for k, v in new_head(model, words).items()}
     source = head_source(tensors | {"words": words}, model, Dense)
     held, data = [(i, n, h, model.head(h).argmax(-1)) for i, n, h in data[:16]], data[16:]
     opt = torch.optim.AdamW([v for k, v in tensors.items() if k != "head"], lr=a.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    r, seen, losses, begun = random.Random(1), 0, [], time.process_time()
+    r, seen, losses, begun = random.Random(1), 0, [], clock()
     print("before:", acceptance(source, words, held), flush=True)
-    while time.process_time() < end - min(10, 6 * a.minutes):      # the rest is for the last measurement
-        left = (end - time.process_time()) / (end - begun)
+    while clock() < end - min(10, 6 * a.minutes):      # the rest is for the last measurement
+        left = (end - clock()) / (end - begun)
         for g in opt.param_groups: g["lr"] = a.lr * min(1, (seen + 8) / 160) * max(left, 0.02)
         batch = r.sample(data, 4)
         loss = sum(loss_of(source, tensors["head"], i, n, h) for i, n, h in batch) / 4
@@ -121,11 +127,11 @@ def main():
         opt.step()
         seen, losses = seen + 4, [*losses[-49:], loss.item()]
         if seen % 200 == 0:
-            print(f"{time.process_time() - start:4.0f} s, {seen} texts: loss {sum(losses) / len(losses):.3f}, "
+            print(f"{clock() - start:4.0f} s, {seen} texts: loss {sum(losses) / len(losses):.3f}, "
                 f"held-out acceptance {acceptance(source, words, held)}", flush=True)
     final = acceptance(source, words, held)
-    save_head(a.out, {k: tensors[k].detach() for k in HEAD_PARTS} | {"words": words}, a.model, acceptance=final, texts=len(texts),
-        texts_seen=seen, seconds=round(time.process_time() - start))
+    save_head(a.out, {k: tensors[k].detach().cpu() for k in HEAD_PARTS} | {"words": words.cpu()}, a.model, acceptance=final, texts=len(texts),
+        texts_seen=seen, seconds=round(clock() - start))
     print(f"saved in {a.out}: held-out acceptance of the first, second and third guess {final}")
 
 

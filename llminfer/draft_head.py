@@ -41,7 +41,7 @@ def new_head(
     c, last, D = model.config, model.layers[-1], model.config.hidden_size
     if c.departures or any(p.bias is not None for p in (last.qkv, last.o, last.gate_up, last.down)):    # type: ignore[attr-defined]
         raise ConfigError(f"no trained heads for models of family {c.family!r}: RMS norms, RoPE and products without biases are needed")
-    eye = torch.eye(D, dtype=model.dtype)
+    eye = torch.eye(D, dtype=model.dtype, device=model.device)
     head = plain_weight(model, model.lm_head, "lm_head")[words]
     parts = {n: plain_weight(model, getattr(last, n), n) for n in ("qkv", "o", "gate_up", "down")}
     norms = {"attn_norm": last.attn_norm, "mlp_norm": last.mlp_norm, "norm": model.norm * 0.3}       # it knows little: let it be less sure
