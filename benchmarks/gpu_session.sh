@@ -1,10 +1,10 @@
 #!/bin/bash
-# Stages of a session on a machine with two GPUs; each prints a short account and leaves records and logs in $OUT. gpu_pack.md says what each needs in /tmp/parts.
+# Stages of a session on a machine with one GPU or two; each prints a short account and leaves records and logs in $OUT. gpu_pack.md says what each needs in /tmp/parts.
 #
-#   benchmarks/gpu_session.sh kernels     tests/gpu without the demo model, 8-bit KV, quantised products; then the tests of two ranks
+#   benchmarks/gpu_session.sh kernels     tests/gpu without the demo model, 8-bit KV, quantised products; and the launches that suit them
 #   benchmarks/gpu_session.sh demo        tests that want the demo model or bitsandbytes, speculation, a trained head, tracing; quantisation, adapters
-#   benchmarks/gpu_session.sh ranks       two ranks against one GPU, two replicas against one
-#   benchmarks/gpu_session.sh vllm        the vllm backend, `llminfer serve` against `vllm serve`; FlashInfer
+#   benchmarks/gpu_session.sh ranks       two GPUs: tests of two ranks, two ranks against one GPU, two replicas against one
+#   benchmarks/gpu_session.sh vllm        the vllm backend, `llminfer serve` against `vllm serve`
 OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"
 export PYTHONPATH=.:tests:benchmarks:/tmp/extra PYTHONUNBUFFERED=1 FLASHINFER_WORKSPACE_BASE=/tmp/fi OMP_NUM_THREADS=2
 DEMO="fp32_writes or low_precision or launches_never_wait_for_the_device or old_gpu or step_eagerly or demo_model"
@@ -18,33 +18,42 @@ step() { # step GPUS SECONDS NAME COMMAND...: its output in $OUT/NAME.log, what 
 tests() { local gpus=$1 seconds=$2 name=$3; shift 3; step "$gpus" "$seconds" "$name" python3 -m pytest -q -p no:cacheprovider --durations=5 "$@"; }
 demo_model() { mkdir -p ~/.cache/llminfer/demo && cat /tmp/parts/demo.part.0* > ~/.cache/llminfer/demo/SmolLM2-135M-Instruct.Q4_1.gguf; }
 
-kernels() {
-    tests 0 330 tests_gpu -n 14 tests/gpu --deselect tests/gpu/test_flashinfer.py --deselect tests/gpu/test_parallel_gpu.py --deselect tests/gpu/test_vllm_gpu.py --deselect tests/gpu/test_backends_gpu.py -k "not ($DEMO)" &
-    (step 1 80 kv_step python3 benchmarks/kv_step.py --batches 64 256 --contexts 320 1024
-     step 1 250 quant_step python3 benchmarks/quant_step.py --models qwen3-8b --kinds nf4 fp8 --batches 1 8 64 --tune) &
-    wait
+both() { # the second list of steps on the second GPU at the same time, or behind the first where there is one GPU
+    if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then "$1" 0 & "$2" 1 & wait; else "$1" 0; "$2" 0; fi
+}
+
+kernel_tests() {
+    tests "$1" 250 tests_gpu -n 14 tests/gpu --deselect tests/gpu/test_flashinfer.py --deselect tests/gpu/test_parallel_gpu.py --deselect tests/gpu/test_vllm_gpu.py --deselect tests/gpu/test_backends_gpu.py -k "not ($DEMO)"
+}
+codes() {
+    step "$1" 80 kv_step python3 benchmarks/kv_step.py --batches 64 256 --contexts 320 1024
+    step "$1" 180 quant_step python3 benchmarks/quant_step.py --models qwen3-8b --kinds nf4 fp8 --batches 1 8 64 --tune
+}
+kernels() { both kernel_tests codes; }
+small() {
+    tests "$1" 130 tests_demo -n 8 tests/gpu/test_gpu.py tests/gpu/test_quant_gpu.py tests/gpu/test_cases_gpu.py tests/gpu/test_backends_gpu.py -k "$DEMO or cases_gpu or backends_gpu"
+    step "$1" 90 speculation python3 benchmarks/speculation.py --sets 4 --rounds 5 --tokens 128 --out "$OUT/speculation_h200.json"
+    step "$1" 90 train_head python3 examples/train_draft_head.py --out /tmp/head --texts 2000 --tokens 192 --minutes 1.2
+    step "$1" 90 drafts python3 benchmarks/speculation.py --sets 3 --rounds 3 --tokens 128 --head /tmp/head --out "$OUT/speculation_drafts_h200.json"
+    step "$1" 50 trace_cost python3 benchmarks/trace_cost.py --device cuda --models demo --windows 16 --out "$OUT/trace_cost_h200.json"
+}
+large() {
+    step "$1" 80 adapters_8b python3 benchmarks/adapters.py --shape qwen3-8b --runs 3 --out "$OUT/adapters_h200.json"
+    step "$1" 50 adapters_esme python3 benchmarks/adapters.py --shape esme --runs 3 --out "$OUT/adapters_esme_h200.json"
+    step "$1" 110 quant_more python3 benchmarks/quant_step.py --models qwen3-8b --kinds nf4 int4 int8 w8a8 --batches 1 64 --out "$OUT/quant_more.json"
+    step "$1" 90 quant_table python3 benchmarks/quant_table.py --models demo --device cuda --out "$OUT/quant_table_h200.json"
+}
+demo() { demo_model; both small large; }
+ranks() {
     tests 0,1 120 tests_ranks -x tests/gpu/test_parallel_gpu.py
+    step 0,1 420 tensor_parallel python3 benchmarks/tensor_parallel.py --judged 8 --pairs 5 --out "$OUT/tensor_parallel.json"
 }
-demo() {
-    demo_model
-    (tests 0 150 tests_demo -n 8 tests/gpu/test_gpu.py tests/gpu/test_quant_gpu.py tests/gpu/test_cases_gpu.py tests/gpu/test_backends_gpu.py -k "$DEMO or cases_gpu or backends_gpu"
-     step 0 100 speculation python3 benchmarks/speculation.py --sets 4 --rounds 5 --tokens 128 --out "$OUT/speculation_h200.json"
-     step 0 100 train_head python3 examples/train_draft_head.py --out /tmp/head --texts 2000 --tokens 192 --minutes 1.4
-     step 0 120 drafts python3 benchmarks/speculation.py --sets 3 --rounds 3 --tokens 128 --head /tmp/head --out "$OUT/speculation_drafts_h200.json"
-     step 0 60 trace_cost python3 benchmarks/trace_cost.py --device cuda --models demo --windows 16 --out "$OUT/trace_cost_h200.json") &
-    (step 1 100 adapters_8b python3 benchmarks/adapters.py --shape qwen3-8b --runs 3 --out "$OUT/adapters_h200.json"
-     step 1 60 adapters_esme python3 benchmarks/adapters.py --shape esme --runs 3 --out "$OUT/adapters_esme_h200.json"
-     step 1 160 quant_more python3 benchmarks/quant_step.py --models qwen3-8b --kinds nf4 int4 int8 w8a8 --batches 1 64 --out "$OUT/quant_more.json"
-     step 1 120 quant_table python3 benchmarks/quant_table.py --models demo --device cuda --out "$OUT/quant_table_h200.json") &
-    wait
-}
-ranks() { step 0,1 420 tensor_parallel python3 benchmarks/tensor_parallel.py --judged 8 --pairs 5 --out "$OUT/tensor_parallel.json"; }
+serve() { step "$1" 330 serve python3 benchmarks/serve_vs_vllm.py --vllm-site /tmp/site --ours-site /tmp/extra --logs "$OUT" --out "$OUT/serve_vs_vllm.json"; }
+backend() { PYTHONPATH=.:tests:/tmp/site VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 tests "$1" 240 tests_vllm -s tests/gpu/test_vllm_gpu.py; }
 vllm() {
     mkdir -p /tmp/site; cat /tmp/parts/vllm.part.* | python3 -c "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|xz').extractall('/tmp/site')"
     python3 -m compileall -q -j 16 /tmp/site > /dev/null 2>&1
-    step 0 400 serve python3 benchmarks/serve_vs_vllm.py --vllm-site /tmp/site --ours-site /tmp/extra --logs "$OUT" --out "$OUT/serve_vs_vllm.json" &
-    PYTHONPATH=.:tests:/tmp/site VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 tests 1 300 tests_vllm -s tests/gpu/test_vllm_gpu.py
-    wait
+    both backend serve
 }
 
 mkdir -p /tmp/extra
