@@ -260,7 +260,7 @@ class DeviceFeeds(DraftBooks, DeviceLookup):
         places = start[:, None] + torch.arange(C, device=rows.device)
         live = act[:, None] & (places <= at[:, None])
         places = torch.where(live, places, 0)
-        owner = rows[:, None].expand(places.shape).reshape(-1)
+        owner = rows[:, None].expand(places.shape).contiguous().view(-1)
         ids = st.history.view(-1)[owner * st.max_model_len + places.view(-1)].long()
         hidden = self.run(st, ids, owner, places.view(-1), live.view(-1), nb, C == 1)
         if not pages.shares: pages.mark(pages.slots(st, rows, places, live), live)

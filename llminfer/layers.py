@@ -216,8 +216,9 @@ def parts_kernel(qkv, weight, k_pool, v_pool, k_scale, v_scale, part, stat, tabl
         gdc_launch_dependents()
         gdc_wait()
     mine, e = qkv + b * (H + 2 * G) * E, z + tl.arange(0, EP)[None, :]
-    cos += p * (E // 2)
-    sin += p * (E // 2)
+    turn = tl.maximum(p, 0) * (E // 2)      # places without a token have p = -1
+    cos += turn
+    sin += turn
     q = turned_tile(mine + h * E, weight + h * E, cos, sin, z, eps, E, EP, NORM).to(qkv.dtype.element_ty).to(tl.float32)
     new_key = turned_tile(mine + (H + g) * E, weight + (H + g) * E, cos, sin, z, eps, E, EP, NORM).to(qkv.dtype.element_ty)
     new_value = tl.load(mine + (H + G + g) * E + e, mask=e < E, other=0.0)

@@ -189,7 +189,7 @@ class DeviceLookup(Guesser):
         behind = torch.arange(D, device=rows.device)
         write_guesses(st, rows, n, guesses)
         ids, live = torch.cat((token[:, None], guesses.clamp_min(0)), 1), torch.cat((act[:, None], guesses >= 0), 1)
-        owner, places = rows[:, None].expand(ids.shape).reshape(-1), at[:, None] + torch.arange(D + 1, device=rows.device)
+        owner, places = rows[:, None].expand(ids.shape).contiguous().view(-1), at[:, None] + torch.arange(D + 1, device=rows.device)
         places = torch.where(live, places, 0)
         hidden = p.decode(st, ids.view(-1), owner, places.view(-1), live.view(-1), nb)
         self.checked(st, owner, places.view(-1), live.view(-1), hidden)

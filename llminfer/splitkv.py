@@ -111,6 +111,8 @@ class Places:
     act: Tensor        # [T] bool
     cos: Tensor        # [max_model_len, E / 2] fp32
     sin: Tensor
+    def __post_init__(self) -> None: # kernels count places from a pointer: a view of one row, repeated, is not what they read
+        assert self.rows.is_contiguous() and self.positions.is_contiguous() and self.act.is_contiguous()
 
 def rotate_write(att: PagedAttention, layer: int, qkv: Tensor, weight: Tensor | None, eps: float, at: Places) -> Tensor: # [T, H, E]
     "Norm and turn the heads of qkv [T, (H + 2G) E]; k and v go to the pool, q is returned."
