@@ -32,8 +32,8 @@ except ImportError:   # a machine without Triton can import this module
 __all__ = ['PRODUCTS', 'REFUSED', 'IGNORED', 'PLAIN_INITS', 'PREFIX', 'STRANGERS', 'FEW', 'Target', 'adapter_targets',
            'AdapterError', 'short_name', 'bad_adapter', 'check_kind', 'LoraConfig', 'read_words', 'read_numbers',
            'read_lora_config', 'Adapter', 'wanted_modules', 'read_adapter', 'tensor_name', 'content_digest',
-           'check_names', 'read_pair', 'make_adapter', 'merged', 'own_pairs', 'all_pairs', 'pairs_kernel',
-           'fused_pairs', 'tile_width', 'Places', 'LoraLinear', 'Stacks', 'write_slot', 'drop_stacks', 'stacks_svg']
+           'check_names', 'read_pair', 'make_adapter', 'merged', 'own_pairs', 'all_pairs', 'pairs_kernel', 'add_pairs',
+           'tile_width', 'Places', 'LoraLinear', 'Stacks', 'write_slot', 'drop_stacks', 'stacks_svg']
 
 # %% ../nbs/18_adapters.ipynb #525e24c8
 PRODUCTS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}   # as `Layer` packs them
@@ -311,29 +311,27 @@ def all_pairs(y: Tensor, x: Tensor, a: Tensor, b: Tensor, cuts: Sequence[tuple[i
 
 # %% ../nbs/18_adapters.ipynb #c005cbd7
 @jit
-def pairs_kernel(t, slots, b, y, T, N, second, third, S, P: constexpr, R: constexpr, RP: constexpr, BM: constexpr, BN: constexpr):
-    "y [T, N] += own part of t [T, P, S, R] times b [S, R, N]; parts begin at columns 0, `second` and `third`."
+def pairs_kernel(t, slots, b, y, T, N, second, third, SR, P: constexpr, R: constexpr, BM: constexpr, BN: constexpr, BK: constexpr):
+    "y [T, N] += own part of t [T, P, S R] times b [S R, N]; parts begin at columns 0, `second` and `third`."
     first = tl.program_id(0) * BN
-    i, n, r = tl.program_id(1) * BM + tl.arange(0, BM), first + tl.arange(0, BN), tl.arange(0, RP)
+    i, n = tl.program_id(1) * BM + tl.arange(0, BM), first + tl.arange(0, BN)
     part = (first >= second).to(tl.int32) + (first >= third).to(tl.int32)
-    slot = tl.load(slots + i, mask=i < T, other=0)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for s in range(0, S):
-        own = slot == s + 1
-        if tl.max(own.to(tl.int32), 0) > 0:
-            at = i.to(tl.int64)[:, None] * (P * S * R) + (part * S + s) * R + r[None, :]
-            mine = tl.load(t + at, mask=own[:, None] & (r < R)[None, :], other=0.0)
-            w = tl.load(b + (s * R + r).to(tl.int64)[:, None] * N + n[None, :], mask=(r < R)[:, None] & (n < N)[None, :], other=0.0)
-            acc = tl.dot(mine, w, acc, input_precision="ieee")
+    slot = tl.load(slots + i, mask=i < T, other=0)[:, None] - 1
+    row, acc = i.to(tl.int64)[:, None] * (P * SR) + part * SR, tl.zeros((BM, BN), tl.float32)
+    for at in range(0, SR, BK):
+        j = at + tl.arange(0, BK)
+        mine = tl.load(t + row + j[None, :], mask=(j[None, :] // R == slot) & (j < SR)[None, :], other=0.0)
+        w = tl.load(b + j.to(tl.int64)[:, None] * N + n[None, :], mask=(j < SR)[:, None] & (n < N)[None, :], other=0.0)
+        acc = tl.dot(mine, w, acc, input_precision="ieee")
     cell, m = i.to(tl.int64)[:, None] * N + n[None, :], (i < T)[:, None] & (n < N)[None, :]
     tl.store(y + cell, acc + tl.load(y + cell, mask=m, other=0.0).to(tl.float32), mask=m)
 
-def fused_pairs(y: Tensor, x: Tensor, a: Tensor, b: Tensor, cuts: Sequence[tuple[int, int]], slots: Tensor) -> None:
-    "The same by a dense product and one kernel."
-    (P, S, r, K), (T, N) = a.shape, y.shape
-    t, starts = F.linear(x, a.view(P * S * r, K)), [i for i, _ in cuts[1:]] + [N, N]
-    BM, BN, RP = (16 if T <= 16 else 32 if T <= 32 else 64), tile_width(cuts), max(power_of_two(r), 16)
-    pairs_kernel[(-(-N // BN), -(-T // BM))](t, slots, b, y, T, N, starts[0], starts[1], S, P=P, R=r, RP=RP, BM=BM, BN=BN, num_warps=4)
+def add_pairs(y: Tensor, t: Tensor, a: Tensor, b: Tensor, cuts: Sequence[tuple[int, int]], slots: Tensor) -> None:
+    "y [T, N] += what each place's own adapter makes of t [T, parts S r], x times the A of all."
+    (P, S, r, _), (T, N), starts = a.shape, y.shape, [i for i, _ in cuts[1:]]
+    BM, BN = (16 if T <= 16 else 32 if T <= 32 else 64), min(tile_width(cuts), 32 if N < 8192 else 64)
+    pairs_kernel[(-(-N // BN), -(-T // BM))](t, slots, b, y, T, N, *[*starts, N, N][:2], S * r, P=P, R=r, BM=BM, BN=BN,
+        BK=min(max(power_of_two(S * r), 16), 64 if y.element_size() < 4 else 32), num_warps=4, num_stages=3)
 
 def tile_width(cuts: Sequence[tuple[int, int]]) -> int:
     "Columns of a tile that never holds two parts; below 16: there is none."
@@ -344,6 +342,7 @@ class Places:
     "Whose adapter each place of the running launch has; set by the program, read by every adapted product."
     n_slots = 0
     kernels = False                    # the program runs our own kernels
+    side: Any = None                   # a stream beside the one of the base products
     slots: Tensor | None = None        # [T] int64, 0: none
     others: Tensor | None = None       # [T, slots] bool: columns that are not the place's own
 
@@ -367,11 +366,25 @@ class LoraLinear:
     def n_out(self) -> int: return self.cuts[-1][1]
 
     def __call__(self, x: Tensor) -> Tensor: # [T, K] -> [T, N]
-        y, at = self.base(x), self.places
-        if self.a is None or at.slots is None or at.others is None: return y
-        if at.kernels and tile_width(self.cuts) >= 16: fused_pairs(y, x, self.a, self.b, self.cuts, at.slots)
-        elif x.shape[0] + FEW <= self.a.shape[1]: own_pairs(y, x, self.a, self.b, self.cuts, at.slots)
+        at = self.places
+        if self.a is None or at.slots is None or at.others is None: return self.base(x)
+        if at.kernels and tile_width(self.cuts) >= 16: return self.fused(x, self.a, at.slots)
+        y = self.base(x)
+        if x.shape[0] + FEW <= self.a.shape[1]: own_pairs(y, x, self.a, self.b, self.cuts, at.slots)
         else: all_pairs(y, x, self.a, self.b, self.cuts, at.others)
+        return y
+
+    def fused(self, x: Tensor, a: Tensor, slots: Tensor) -> Tensor: # [T, K] -> [T, N]
+        "x times the A of all adapters beside the base product, then one kernel for the B of each place."
+        flat, side = a.view(-1, self.n_in), self.places.side
+        t = x.new_empty(len(x), len(flat))
+        if side is None: torch.mm(x, flat.t(), out=t)
+        else:
+            side.wait_stream(now := torch.cuda.current_stream())
+            with torch.cuda.stream(side): torch.mm(x, flat.t(), out=t)
+        y = self.base(x)
+        if side: now.wait_stream(side)
+        add_pairs(y, t, a, self.b, self.cuts, slots)
         return y
 
     def room(self, n_slots: int, rank: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -388,6 +401,7 @@ class Stacks:
     "The matrices of all loaded adapters on the device: a slot each, and a view of the model that adds them."
     def __init__(self, model: Transformer):
         self.base, self.places, self.targets = model, Places(), adapter_targets(model.config)
+        if model.device.type == "cuda": self.places.side = torch.cuda.Stream(model.device)
         self.n_slots, self.rank = 0, 0
         self.linears: dict[tuple[int, str], LoraLinear] = {}
         for i, layer in enumerate(model.layers):

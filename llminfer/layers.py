@@ -156,6 +156,7 @@ def row_product(call: RowCall, kind: str, x: Tensor, linear: Any, out: Tensor, n
     w, bias, (N, K) = linear.weight, linear.bias, linear.weight.shape
     pair, c = kind == "gate_up", call.shapes.get(kind) or row_shape(kind, K)
     if pair: N //= 2
+    assert c.pieces * c.BK >= K or norm is None and stat is None, f"{kind}: {c} holds less than a row of {K} columns"
     common = dict(B=call.B, K=K, ROWS=c.rows, BK=c.BK, NC=c.pieces, BIAS=bias is not None, PDL=call.pdl, num_warps=c.warps)
     common |= pdl_launch(call.pdl)
     grid, b = (-(-N // c.rows),), w if bias is None else bias

@@ -16,7 +16,7 @@ else:
     import pytest
     import torch
     from llminfer.adapter_books import Adapters
-    from llminfer.adapters import fused_pairs, make_adapter, merged, own_pairs, read_adapter, tile_width
+    from llminfer.adapters import add_pairs, make_adapter, merged, own_pairs, read_adapter, tile_width
     from llminfer.core import CoreConfig, make_core
     from llminfer.formats import read_safetensors
     from llminfer.kernels import FusedProgram
@@ -35,7 +35,7 @@ else:
         a, b, x, y, slots = new(len(cuts), S, r, K), new(S, r, N), new(T, K), new(T, N), torch.randint(0, S + 1, (T,), generator=g)
         if T > 1: x[0], slots[0] = float("inf"), 0
         ys = y.clone(), y.clone()
-        fused_pairs(ys[0], x, a, b, cuts, slots)
+        add_pairs(ys[0], torch.mm(x, a.view(-1, K).t()), a, b, cuts, slots)
         own_pairs(ys[1], x, a, b, cuts, slots)
         assert tile_width(cuts) >= 16 and torch.allclose(ys[0], ys[1], atol=1e-3) and torch.equal(ys[0][slots == 0], y[slots == 0])
 

@@ -10,7 +10,7 @@ else:
     import pytest
     import torch
     from llminfer.layers import LayerProgram, PartShape, RowShape, TileShape
-    from llminfer.model import Transformer, random_tensors
+    from llminfer.model import Dense, Transformer, random_tensors
     from llminfer.runner import TorchProgram
     from support.kernel_scenes import Scene
 
@@ -22,7 +22,7 @@ else:
     class Whole(LayerProgram): most_rows = 0
 
     class Pieces(LayerProgram):
-        most_rows, shapes = 64, {k: RowShape(4, 4, 32, 1) for k in ("qkv", "down")} | {"parts": PartShape(2, 16, 4)}
+        most_rows, shapes = 64, {"qkv": RowShape(4, 4, 32, 2), "down": RowShape(4, 4, 32, 1), "parts": PartShape(2, 16, 4)}
 
     @pytest.mark.parametrize("case", range(12))
     def test_a_step_is_the_torch_programs(case, monkeypatch):
@@ -33,9 +33,11 @@ else:
         outs = []
         for program in (TorchProgram, kinds[case % 3 if case < 10 else 3]):
             s = Scene(case, E, H, G, (4, 16)[case % 2], (None, 3)[case % 2], qk_norm=case % 3 != 1, most=150 if case == 3 else 40)
-            model = Transformer.from_tensors(s.c, random_tensors(s.c, case))
+            model = Transformer.from_tensors(s.c, random_tensors(s.c, case), linear=Dense)      # a packed product has no row kernel
             p = program(model, s.att)
-            if program is not TorchProgram: monkeypatch.setattr(f"llminfer.layers.{'rows' if program in (TilesOnly, Whole) else 'tiles'}_step", None)
+            if program is not TorchProgram:
+                assert p.own
+                monkeypatch.setattr(f"llminfer.layers.{'rows' if program in (TilesOnly, Whole) else 'tiles'}_step", None)
             hidden = p.decode(s.st, torch.tensor([1, 2, 3, 4]), s.at.rows, s.at.positions, s.live, -(-(151 if case == 3 else 41) // s.kv.block_size), True)
             outs.append((p.head(hidden).float()[s.live], torch.stack([t.nan_to_num(7.0) for t in (*s.kv.k, *s.kv.v)])))
         assert not outs[1][0].isnan().any()

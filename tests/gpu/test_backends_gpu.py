@@ -32,7 +32,7 @@ def step_ms(b, rows=8):
     "Milliseconds a decode step, as the difference of two lengths."
     def seconds(new):
         t = time.perf_counter()
-        assert all(r.error is None for r in b.generate(requests(rows, new)))
+        assert (bad := [r.error for r in b.generate(requests(rows, new)) if r.error]) == [], bad[0]
         return time.perf_counter() - t
     seconds(8), seconds(136)
     return min((seconds(136) - seconds(8)) / 128 for _ in range(3)) * 1e3

@@ -10,7 +10,8 @@ from llminfer.core import CoreConfig, generate, make_core
 from llminfer.cuda_graphs import GraphRunner
 from llminfer.engine import InferenceEngine
 from llminfer.loading import load_model, make_tiny, open_checkpoint
-from llminfer.quantization import QuantPlan, quantise_linear
+from llminfer.quant_formats import load_quantized
+from llminfer.quantization import QuantPlan, expanded, quantise_linear
 from llminfer.request import SamplingParams
 from llminfer.runner import TorchRunner
 from support.arrays import tiny_prompts
@@ -52,8 +53,10 @@ def test_B27_heads_stay_dense_with_bitsandbytes(tmp_path, mode, tied):
     assert any(isinstance(m, quantised) for m in net.modules())
     ids = torch.tensor([[5, 9, 300, 41, 7]], device="cuda")
     with torch.inference_mode(): got = net(ids).logits.float()
-    want = load_model(open_checkpoint(folder), torch.float32, "cuda").logits(ids[0])
-    assert got.isfinite().all() and (got[0] - want).norm() / want.norm() < 0.6      # random weights have no slack; trained ones stay below 0.15
+    ckpt = open_checkpoint(folder)
+    want, same = load_model(ckpt, torch.float32, "cuda").logits(ids[0]), expanded(load_quantized(ckpt, QuantPlan(mode.value), torch.float32, "cuda")).logits(ids[0])
+    error, of_format = ((x - want).norm() / want.norm() for x in (got[0], same))
+    assert got.isfinite().all() and error < max(1.25 * of_format, 0.2), (error, of_format)      # int8 also rounds what it multiplies
     assert len(e.run("hello", max_new_tokens=4, temperature=0.0).token_ids) >= 1
     e.unload()
 

@@ -82,6 +82,7 @@ def test_low_precision_is_explained_by_transformers(demo, dtype, parts):
     for _ in range(2): out = generate(core, prompts, SamplingParams(temperature=0, max_tokens=32))   # the second time from graphs
     ref = reference_errors(logits_of(oracle), lambda ids: hf(torch.tensor([list(ids)], device="cuda")).logits[0], list(zip(prompts, out)))
     verdict = judge_low_precision(logits_of(oracle), ref, prompts, out, logits_of(model))
+    print(ref, reference_errors(logits_of(oracle), logits_of(model), list(zip(prompts, out))))
     print(dtype, verdict.status, f"e {ref.e:.3f}, reference not best {ref.not_best:.3%}, ours {verdict.n_not_best / verdict.n_tokens:.3%}, worst gap {verdict.worst_gap:.3f}")
     assert verdict.status in ("exact", "explained"), verdict
 

@@ -61,6 +61,17 @@ def test_kernels_in_graphs_guess_and_say_what_they_say_without(jobs, draft):
     assert core.trace.counters["accepted_tokens"] > 200 and not core.runner.failed
 
 
+@pytest.mark.parametrize("program", [TorchProgram, LayerProgram])
+def test_a_single_row_guesses(jobs, program):
+    "Batch 1, where the rows of places are one row repeated: a view that kernels must not be given."
+    ckpt, prompts, params = jobs
+    model = load_model(ckpt, torch.float32, "cuda")
+    plain, core = make_core(model, CFG, runner=GraphRunner, program=program), guessing(model, 8, runner=GraphRunner, program=program)
+    for _ in range(2):
+        for p, s in zip(prompts[:6], params): assert generate(core, [p], s)[0] == generate(plain, [p], s)[0]
+    assert core.trace.counters["accepted_tokens"] > 50 and not core.runner.failed
+
+
 def test_a_launch_with_guesses_never_waits(jobs):
     ckpt, prompts, params = jobs
     core = guessing(load_model(ckpt, torch.float32, "cuda"), 4, runner=TorchRunner)
