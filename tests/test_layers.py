@@ -27,18 +27,18 @@ else:
     @pytest.mark.parametrize("case", range(12))
     def test_a_step_is_the_torch_programs(case, monkeypatch):
         "Hidden states, pages and dead rows; grouped heads, windows, head sizes, with and without QK norm."
-        E, (H, G) = (64, 128, 80, 256, 96)[case % 5], ((4, 2), (3, 1), (2, 2), (6, 2))[case % 4]
+        E, (H, G) = (64, 128, 80, 256, 96, 64, 128, 80, 96, 64, 64, 128)[case], ((4, 2), (3, 1), (2, 2), (6, 2))[case % 4]
         kinds = (RowsOnly, TilesOnly, Pieces, Whole)
         if case >= 10: monkeypatch.setattr("llminfer.layers.WHOLE", (1, 999))
         outs = []
         for program in (TorchProgram, kinds[case % 3 if case < 10 else 3]):
-            s = Scene(case, E, H, G, (4, 16)[case % 2], (None, 3)[case % 2], qk_norm=case % 3 != 1, most=150 if case == 3 else 40)
+            s = Scene(case, E, H, G, (4, 16)[case % 2], (None, 3)[case % 2], qk_norm=case % 3 != 1, most=150 if case == 5 else 40)
             model = Transformer.from_tensors(s.c, random_tensors(s.c, case), linear=Dense)      # a packed product has no row kernel
             p = program(model, s.att)
             if program is not TorchProgram:
                 assert p.own
                 monkeypatch.setattr(f"llminfer.layers.{'rows' if program in (TilesOnly, Whole) else 'tiles'}_step", None)
-            hidden = p.decode(s.st, torch.tensor([1, 2, 3, 4]), s.at.rows, s.at.positions, s.live, -(-(151 if case == 3 else 41) // s.kv.block_size), True)
+            hidden = p.decode(s.st, torch.tensor([1, 2, 3, 4]), s.at.rows, s.at.positions, s.live, -(-(151 if case == 5 else 41) // s.kv.block_size), True)
             outs.append((p.head(hidden).float()[s.live], torch.stack([t.nan_to_num(7.0) for t in (*s.kv.k, *s.kv.v)])))
         assert not outs[1][0].isnan().any()
         assert (outs[0][0] - outs[1][0]).abs().max() < 1e-4
