@@ -184,10 +184,9 @@ class RankModel(Transformer):
 
     def whole(self, logits: Tensor) -> Tensor: # [N, own ids] -> [N, V]
         "The logits of the whole vocabulary."
-        (N, n), V, size = logits.shape, self.config.vocab_size, self.shard.size
-        width = -(-V // size)
-        all_of_them = self.comm.all_gather(F.pad(logits, (0, width - n)).contiguous())
-        return all_of_them.transpose(0, 1).reshape(N, size * width)[:, :V].contiguous()
+        V = self.config.vocab_size
+        parts = self.comm.all_gather(F.pad(logits, (0, -(-V // self.shard.size) - logits.shape[1])).contiguous())
+        return parts.transpose(0, 1).flatten(1)[:, :V].contiguous()
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]: # [N, own ids] -> value, id [N]
         "Each row's largest logit and its id: two numbers a rank and row cross, not a vocabulary."

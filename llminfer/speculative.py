@@ -244,18 +244,17 @@ class HostLookup(Guesser):
         n = st.len.index_select(0, rows) + 1
         write_guesses(st, rows, n, guesses)
         live = torch.cat((act[:, None], guesses >= 0), 1)
-        flat = torch.from_numpy(np.flatnonzero(live.numpy()))
-        b, d = flat // (W + 1), flat % (W + 1)
+        b, d = (torch.from_numpy(x) for x in np.nonzero(live.numpy()))
         mine = np.flatnonzero(act.numpy())
         starts, lengths = (n - 1).numpy()[mine].tolist(), live.numpy().sum(1)[mine].tolist()
-        ids = torch.cat((st.token.index_select(0, rows)[:, None], guesses), 1).view(-1)[flat]
+        ids = torch.cat((st.token.index_select(0, rows)[:, None], guesses), 1)[b, d]
         hidden = p.prefill(st, ids, rows[torch.from_numpy(mine)], places := n[b] - 1 + d, starts, lengths)
         self.checked(st, rows[b], places, torch.ones_like(b, dtype=torch.bool), hidden)
         W = max(lengths) - 1
         ahead = torch.where(torch.arange(W) < d[:, None], guesses[b][:, :W], -1)
         out = r.sampler.sample(p.head(hidden), rows[b], n[b] + d, st.history, variant, ahead)
-        cell = torch.zeros(live.numel(), dtype=torch.int64).index_copy_(0, flat, torch.arange(len(flat)))
-        finish_places(self, r, rows, size, guesses, act, out, cell.view(live.shape))
+        cell = torch.zeros(live.shape, dtype=torch.int64).index_put_((b, d), torch.arange(len(b)))
+        finish_places(self, r, rows, size, guesses, act, out, cell)
         return True
 
 # %% ../nbs/16_speculative.ipynb #f8d1c6d3
