@@ -75,4 +75,4 @@ class Int8KVPool(CodedKVPool):
     "Keys and values in int8."
     kind = "int8"
 
-POOLS: dict[str, type[KVPool]] = {"auto": KVPool, "fp8": CodedKVPool, "int8": Int8KVPool}   # by `CacheConfig.kv_dtype`
+POOLS: dict[str, type[KVPool]] = {"auto": KVPool, "fp8": CodedKVPool, "int8": Int8KVPool}   # by `EngineConfig.kv_cache_dtype`

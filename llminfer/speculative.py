@@ -117,16 +117,16 @@ def learned(chance: Tensor, tried: Tensor, right: Tensor, ended: Tensor) -> Tens
 # %% ../nbs/16_speculative.ipynb #c3f5fe28
 class Lookup:
     "What prompt lookup knows of every row."
+    begin: tuple[float, ...] = FIRST_CHANCE
     def __init__(self,
-        max_rows: int,                          # R
-        draft: int,                             # D, most guesses a row and step
+        max_rows: int, draft: int,              # R; D, most guesses a row and step
         device: torch.device | str = "cpu",
         least: float | None = None,             # chance of a guess that is tried; None: what pays, see `price`
         price: float = 14.0,                    # a step without places costs as much as so many places
     ):
         self.draft, self.device, self.least, self.price = draft, torch.device(device), least, price
-        self.first = torch.tensor(FIRST_CHANCE, device=self.device)
-        self.chance = self.first.repeat(max_rows + 1, 1)                                           # [R + 1, 3]
+        self.first = torch.tensor(self.begin, device=self.device)
+        self.chance = self.first.repeat(max_rows + 1, 1)                                           # [R + 1, kinds of guesses]
         self.most = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)               # guesses a row may have
         self.asked = torch.full((max_rows + 1,), -1.0, device=self.device)                         # least chance; below 0: what pays
 
