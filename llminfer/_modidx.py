@@ -227,6 +227,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'llminfer.artifacts.version_of': ('artifacts.html#version_of', 'llminfer/artifacts.py'),
                                     'llminfer.artifacts.write_file': ('artifacts.html#write_file', 'llminfer/artifacts.py')},
             'llminfer.assembly': { 'llminfer.assembly.Parts': ('assembly.html#parts', 'llminfer/assembly.py'),
+                                   'llminfer.assembly.block_bytes': ('assembly.html#block_bytes', 'llminfer/assembly.py'),
                                    'llminfer.assembly.build_core': ('assembly.html#build_core', 'llminfer/assembly.py'),
                                    'llminfer.assembly.choose_guesses': ('assembly.html#choose_guesses', 'llminfer/assembly.py'),
                                    'llminfer.assembly.choose_kernels': ('assembly.html#choose_kernels', 'llminfer/assembly.py'),

@@ -129,8 +129,7 @@ class Adapters(AdapterBooks):
     def __init__(self, model: Any, most: int = 64):
         super().__init__(most)
         self.lacks = "" if isinstance(model, Transformer) else f"a {type(model).__name__} has no linear layers to adapt"
-        self.model = model
-        self.stacks = None if self.lacks else Stacks(model)
+        self.model, self.stacks = model, None if self.lacks else Stacks(model)
         self.between: Callable[[Callable[[], None]], None] = lambda do: do()   # runs a function between two windows
         self.tell: Callable[..., None] = lambda *note: None                    # other ranks of a split model, which must do the same
         self.core: Callable[[], Any] = lambda: None
@@ -168,14 +167,12 @@ class Adapters(AdapterBooks):
 # %% ../nbs/18a_adapter_books.ipynb #cbdf499a
 def install(books: Adapters, a: Adapter, name: str, activate: bool) -> Entry:
     "Choose a slot, copy, and tell everybody."
-    stacks = books.stacks
-    assert stacks is not None
     with books.cond:
         if len(books.taken) >= books.most:
             raise AdapterError(f"all {books.most} adapter slots are taken: unload one first", "adapter_name", "too_many_adapters")
         slot = next(i for i in range(1, books.most + 1) if i not in books.taken)
         e = books.taken[slot] = Entry(name, a.path, a.digest, slot, a.rank, a.nbytes, a.base)
-    try: books.between(lambda: fill_slot(books, stacks, slot, a))
+    try: books.between(lambda: fill_slot(books, slot, a))
     except BaseException as x:
         with books.cond: del books.taken[slot]
         if isinstance(x, torch.cuda.OutOfMemoryError):
@@ -187,13 +184,16 @@ def install(books: Adapters, a: Adapter, name: str, activate: bool) -> Entry:
         if old is not None: leave(books, old)
     return e
 
+# %% ../nbs/18a_adapter_books.ipynb #0de7cbc4
 def leave(books: Adapters, e: Entry) -> None:
     "No new request gets it; its slot is free when the last of those that have it has ended."
     e.leaving = True
     books._settle(e)
 
-def fill_slot(books: Adapters, stacks: Stacks, slot: int, a: Adapter) -> None:
+def fill_slot(books: Adapters, slot: int, a: Adapter) -> None:
     "Put an adapter into a slot; a rank of a split model keeps its part."
+    stacks = books.stacks
+    assert stacks is not None
     books.tell("fill", slot, a)
     a = books.model.part_of(a)
     if stacks.fit(slot, a): forget_steps(books)

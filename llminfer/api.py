@@ -160,8 +160,7 @@ class Door(DoorBook):
                 return ApiError(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY", None, "invalid_api_key")
         if n_header > MAX_HEADERS:
             return ApiError(431, f"the headers are larger than {MAX_HEADERS} bytes", None, "headers_too_large")
-        size = headers.get(b"content-length", b"0")
-        if size.isdigit() and int(size) > g.max_body_bytes:
+        if (size := headers.get(b"content-length", b"0")).isdigit() and int(size) > g.max_body_bytes:
             return ApiError(413, f"the body has {int(size)} bytes, and at most {g.max_body_bytes} are allowed", None, "request_too_large")
         if note["endpoint"] in GENERATING and note["method"] == "POST":
             try: g.check_queue()

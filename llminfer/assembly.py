@@ -24,8 +24,9 @@ from .draft import DeviceDrafts, HostDrafts, Source, step_bytes
 from .flashinfer_adapter import EagerFlashInferRunner, FlashInferProgram, FlashInferRunner, flashinfer_available
 
 # %% auto #0
-__all__ = ['GUESSES', 'draft_limits', 'source_words', 'choose_guesses', 'pool_limits', 'n_pool_blocks', 'total_memory',
-           'gpu_budget', 'Parts', 'kernel_trial', 'choose_kernels', 'choose_parts', 'rank_parts', 'build_core']
+__all__ = ['GUESSES', 'draft_limits', 'source_words', 'choose_guesses', 'pool_limits', 'block_bytes', 'n_pool_blocks',
+           'total_memory', 'gpu_budget', 'Parts', 'kernel_trial', 'choose_kernels', 'choose_parts', 'rank_parts',
+           'build_core']
 
 # %% ../nbs/20a_assembly.ipynb #f8edacf8
 GUESSES = 8      # tokens guessed ahead in a step, unless the engine is told otherwise
@@ -83,12 +84,16 @@ def pool_limits(cfg: EngineConfig, config: ModelConfig, dtype: torch.dtype, devi
         follow=not cpu, by_time=not cpu, **draft_limits(cfg, cpu, source),
         prefix_cache=c.enable_prefix_cache and c.enable_paged_kv, eviction=c.eviction.value, kv_dtype=cfg.kv_cache_dtype)
 
-# %% ../nbs/20a_assembly.ipynb #f7321a80
+# %% ../nbs/20a_assembly.ipynb #4a134bdd
+def block_bytes(c: ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: str, source: Source | None = None) -> int:
+    "What a block of the pool takes: keys and values of all layers, and what a draft keeps beside them."
+    own = POOLS[kv_dtype].bytes_per_block(c.n_layers, block_size, c.n_kv_heads, c.head_dim, dtype)
+    return own + (source.bytes_per_block(block_size) if source else 0)
+
 def n_pool_blocks(cfg: EngineConfig, config: ModelConfig, dtype: torch.dtype, device: torch.device | str,
     block_size: int, most: int, source: Source | None = None) -> int:
     "Blocks that memory allows and `most` rows could use, or as many as the user says; the null block is counted."
-    per_block = POOLS[cfg.kv_cache_dtype].bytes_per_block(config.n_layers, block_size, config.n_kv_heads, config.head_dim, dtype)
-    if source: per_block += source.bytes_per_block(block_size)
+    per_block = block_bytes(config, block_size, dtype, cfg.kv_cache_dtype, source)
     if (asked := cfg.cache.num_blocks) is not None:
         if asked * per_block <= (have := total_memory(device)): return asked
         raise ConfigError(f"cache.num_blocks {asked} takes {asked * per_block} bytes, {device} has {have}: "

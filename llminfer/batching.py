@@ -357,8 +357,7 @@ class Sealing(Admitting):
         f.left[rows] += np.array(reach, np.int64)
         joined = d.rows + [s for s in d.sampled if s.top >= s.limit or s.matcher is not None or not self.cfg.follow]
         for s, n in zip(d.rows, reach): s.top += n
-        if joined != self._joined[0]:
-            self._joined = joined, reduce(Variant.join, {s.variant for s in joined}, Variant())
+        if joined != self._joined[0]: self._joined = joined, reduce(Variant.join, {s.variant for s in joined}, Variant())
         variant = self._joined[1]
         if d.draft and K: variant = replace(variant, draft=d.draft)
         if any(s.lora for s, _ in d.chunks): variant = replace(variant, lora=True)      # of a prompt's middle too

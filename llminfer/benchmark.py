@@ -163,11 +163,10 @@ class ChildProcess:
         argv: Sequence[str] = ()):   # another program that speaks so; none: `serve_child`
         self.cfg, self.name, self.timeout_s, self.buffer = cfg, name or cfg.backend.value, timeout_s, b""
         self.log = tempfile.TemporaryFile()
-        code = "from llminfer.benchmark import serve_child; serve_child()"
         home = str(Path(sys.modules["llminfer"].__file__ or ".").parents[1])
         env = os.environ | {"PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
-        self.proc = subprocess.Popen(argv or [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
-            env=env, process_group=0)
+        self.proc = subprocess.Popen(argv or [sys.executable, "-c", "from llminfer.benchmark import serve_child; serve_child()"], env=env,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, process_group=0)
         atexit.register(self.close)
 
     def call(self, op: str, **kw: Any) -> dict[str, Any]:

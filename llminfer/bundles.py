@@ -103,7 +103,7 @@ def to_hf_config(c: Mapping[str, Any], ends: Iterable[int] = ()) -> dict[str, An
     return dict(architectures=[name], model_type=family, vocab_size=c["vocab_size"], hidden_size=c["embedding_dim"],
         intermediate_size=c["feedforward_dim"], num_hidden_layers=c["layers"], num_attention_heads=c["heads"],
         num_key_value_heads=c["kv_heads"], head_dim=c["embedding_dim"] // c["heads"], max_position_embeddings=c["context_length"],
-        rope_theta=float(c["rope_theta"]), rms_norm_eps=float(c["rms_norm_eps"]), hidden_act="silu", attention_bias=False, 
+        rope_theta=float(c["rope_theta"]), rms_norm_eps=float(c["rms_norm_eps"]), hidden_act="silu", attention_bias=False,
         tie_word_embeddings=c["tie_embeddings"], use_sliding_window=False, sliding_window=None, eos_token_id=list(ends),
         bos_token_id=None, dtype="float32")
 
@@ -175,7 +175,7 @@ def role_template(
     parts = {role: p.partition("{content}") for role, p in patterns.items()}
     def jinja(texts: Mapping[str, str]) -> str: return "{" + ", ".join(f"{ascii(r)}: {ascii(t)}" for r, t in texts.items()) + "}"
     before, after = ({role: p[k] for role, p in parts.items()} for k in (0, 2))
-    if end is not None: after |= {"assistant": end} if "assistant" in after else {}
+    if end is not None and "assistant" in after: after["assistant"] = end
     content = "m.content" if end is None else "(m.content | trim)"
     return ("{%- set before = " + jinja(before) + " %}{% set after = " + jinja(after) + " %}{% for m in messages %}"
         "{% set role = 'system' if m.role == 'developer' and 'developer' not in before else m.role %}"

@@ -354,8 +354,6 @@ def run_checks(engine: Any) -> list[Check]:
     return out + check_environment(b)
 
 # %% ../nbs/28_cli.ipynb #16cd2b5a
-COLOURS = {"ok": "green", "off": "yellow", "failed": "bold red"}
-
 def put_panel(title: str, rows: dict[str, Any], styles: dict[str, str] | None = None) -> None:
     "Draw names and values in a box; a value is text, never markup."
     from rich.box import ASCII2, ROUNDED
@@ -375,6 +373,9 @@ def machine() -> dict[str, Any]:
     import torch
     return {"llminfer": VERSION, "python": platform.python_version(), "torch": torch.__version__, "threads": torch.get_num_threads(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
+
+# %% ../nbs/28_cli.ipynb #3f7b03dd
+COLOURS = {"ok": "green", "off": "yellow", "failed": "bold red"}
 
 @app.command(cls=SectionedCommand)
 @with_flags

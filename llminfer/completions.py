@@ -155,9 +155,8 @@ class EventStream(Response):
     media_type = "text/event-stream"
     def __init__(self,
         events: AsyncGenerator[bytes, None],               # whole events, one or several at a time
-        bundle: Bundle,
-        headers: Mapping[str, str], keep_alive_s: float,
-        fail: Callable[[BaseException], bytes],      # last events of a stream that failed
+        bundle: Bundle, headers: Mapping[str, str], keep_alive_s: float,
+        fail: Callable[[BaseException], bytes],            # last events of a stream that failed
     ):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers}, media_type=self.media_type)
         del self.headers["content-length"]

@@ -135,13 +135,12 @@ class GraphRunner(TorchRunner):
     def __init__(self, *args: Any, capture: Callable[[Step], Step] | None = None, trace: Trace | None = None, **kw: Any):
         super().__init__(*args, **kw)
         self.capture = capture or (CudaCapture() if self.device.type == "cuda" else PlainCapture())
-        self.trace = trace or Trace()
+        self.trace, self.capture_s = trace or Trace(), 0.0
         self.sizes = graph_sizes(self.state.max_rows)
         self.graphs: dict[GraphKey, StepGraph] = {}
         self.wanted: set[GraphKey] = set()
         self.misses: dict[GraphKey, int] = {}
         self.failed: set[GraphKey] = set()
-        self.capture_s = 0.0
 
     @property
     def wants_idle(self) -> bool: return bool(self.wanted)  # type: ignore[override]

@@ -35,9 +35,10 @@ class Source:
 
     def bytes_per_block(self, block_size: int) -> int:
         "What the draft adds to a block of the pool."
-        c, m = self.model.config, self.model
-        own = 0 if self.shares else KVPool.bytes_per_block(c.n_layers, block_size, c.n_kv_heads, c.head_dim, m.dtype)
-        return own + (block_size * (c.hidden_size * m.dtype.itemsize + 1) if self.mix else 0 if self.shares else block_size)
+        if self.shares: return 0
+        c, dtype = self.model.config, self.model.dtype
+        a_token = 1 + (c.hidden_size * dtype.itemsize if self.mix else 0)      # beside its keys and values, see `DraftPages`
+        return KVPool.bytes_per_block(c.n_layers, block_size, c.n_kv_heads, c.head_dim, dtype) + block_size * a_token
 
 def step_bytes(model: Any) -> int:
     "Weights that a step of one token reads: layers and head."
@@ -98,6 +99,7 @@ FIRST_TRUST = (0.4, 0.6, 0.85, 0.7)        # chance of such a guess before anyth
 
 class Drafts(Lookup):
     "What all drafts share: pages, the trust in each row's guesses, and the way from hidden states to guesses."
+    begin = FIRST_TRUST
     wide = 64     # places a row of a device's catch-up after windows without guesses
     def __init__(self,
         max_rows: int,                          # R
@@ -109,10 +111,8 @@ class Drafts(Lookup):
     ):
         super().__init__(max_rows, draft, device, least, price)
         assert source is not None
-        self.source, self.first = source, torch.tensor(FIRST_TRUST, device=self.device)
-        self.chance = self.first.repeat(max_rows + 1, 1)      # [R + 1, 4]
+        self.source, self.plain_steps, self.cost = source, 0, 0.0
         self.wanted = np.zeros(max_rows + 1, bool)            # the host's copy: rows that may have guesses
-        self.plain_steps, self.cost = 0, 0.0
 
     def bind(self, r: TorchRunner) -> None:
         "Make pages and step program beside the target's."

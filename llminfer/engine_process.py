@@ -52,10 +52,9 @@ def failed_chunk(r: GenerationRequest, index: int, error: str) -> StreamChunk:
 class Child:
     "The engine's process, seen from inside."
     def __init__(self, conn: Connection, engine: InferenceEngine):
-        self.conn, self.engine, self.closing, self.lock = conn, engine, False, threading.Lock()
+        self.conn, self.engine, self.closing, self.looks, self.lock = conn, engine, False, [0, 0], threading.Lock()
         self.out: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.handles: dict[int, RequestHandle] = {}
-        self.looks = [0, 0]                    # number of the parent's look at the log (0: none), events that it has
 
     def add(self, rid: int, r: GenerationRequest) -> None:
         "Run a request."
@@ -72,7 +71,7 @@ class Child:
         "End a request."
         if (h := self.handles.get(rid)) is not None: h.cancel()
 
-    def watch(self, look: int) -> None: self.looks = [look, 0]   # send the log from its beginning, marked with the number
+    def watch(self, look: int) -> None: self.looks = [look, 0]   # the parent's look at the log (0: none), events that it has
 
     def read(self) -> None:
         "Body of the main thread: the parent's notes, until it says close or is gone."

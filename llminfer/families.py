@@ -58,9 +58,7 @@ class ModelConfig:
         return _config_from_hf(d)
 
     @property
-    def departures(self) -> tuple[str, ...]:
-        "Parts that are not those of Llama's block; biases are in the products."
-        return _departures(self)
+    def departures(self) -> tuple[str, ...]: return _departures(self)
 
 # %% ../nbs/03b_families.ipynb #cb607d15
 def _check_config(c: ModelConfig) -> None:
@@ -76,7 +74,7 @@ def _check_config(c: ModelConfig) -> None:
         if (v := getattr(c, name)) not in known: raise ModelError(f"{name} must be one of {', '.join(known)}, got {short_repr(v)}")
 
 def _departures(c: ModelConfig) -> tuple[str, ...]:
-    "See `ModelConfig.departures`."
+    "Parts that are not those of Llama's block; biases are in the products."
     parts = {"LayerNorm": c.norm != "rms", "learned positions": c.position_offset is not None,
              f"a {c.activation} feed-forward{'' if c.gated else ' without a gate'}": not c.gated or c.activation != "silu"}
     return tuple(name for name, there in parts.items() if there)

@@ -114,8 +114,7 @@ class Wrappers:
         new = lambda n: torch.zeros(n, dtype=torch.uint8, device=self.device)
         n = len(self.windows)
         self.work, self.ints, self.prompt_ints = new(WORKSPACE), new(PLAN_BYTES * n), new(PROMPT_PLAN_BYTES * n)
-        self.staging = Staging(self.lap * n, PLAN_BYTES, self.device)
-        self.prompt_staging = Staging(4 * n, PROMPT_PLAN_BYTES, self.device)
+        self.staging, self.prompt_staging = Staging(self.lap * n, PLAN_BYTES, self.device), Staging(4 * n, PROMPT_PLAN_BYTES, self.device)
         self.buffers: list[Tensor] | None = None
         self.decoders: dict[tuple[int, int | None], Any] = {}
         self.prefills: dict[int | None, Any] = {}

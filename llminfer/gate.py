@@ -158,8 +158,7 @@ class Gate:
     "Judges what a model in some precision has written; loads what it needs when it is first asked."
     def __init__(self, cfg: EngineConfig,
         dtype: str = "",    # what really ran, such as bfloat16; empty: what `cfg` resolves to
-        n_sample: int = 3,  # sequences on which rounding is measured
-    ):
+        n_sample: int = 3): # sequences on which rounding is measured
         self.cfg, self.n_sample, self.device = cfg, n_sample, resolve_device(cfg.device)
         self.dtype: torch.dtype = resolve_dtype(dtype or cfg.dtype, self.device)
 

@@ -36,13 +36,12 @@ class CodedKVPool(KVPool):
     def __init__(self, n_layers: int, n_blocks: int, block_size: int, n_kv_heads: int, head_dim: int,
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"): # dtype: of what attention reads
         super().__init__(n_layers, n_blocks, block_size, n_kv_heads, head_dim, torch.uint8, device)
-        self.dtype, self.token_bytes = dtype, n_kv_heads * head_dim * dtype.itemsize
-        code, n, shape = CODES[self.kind][0], self.n_slots, (n_blocks, block_size, n_kv_heads)
-        self.k, self.v = [x.view(code) for x in self.k], [x.view(code) for x in self.v]
-        self.scales = torch.zeros(n_layers, 2 * n + 2, n_kv_heads, dtype=torch.float16, device=device)
-        self.k_scale, self.v_scale = [s[:n].view(shape) for s in self.scales], [s[n:2 * n].view(shape) for s in self.scales]
-        self._scale_blocks = self.scales[:, :2 * n].view(n_layers, 2, n_blocks, -1)
-        self.nbytes += self.scales.numel() * self.scales.element_size()
+        self.dtype, self.code, self.token_bytes = dtype, CODES[self.kind][0], n_kv_heads * head_dim * dtype.itemsize
+        self.k, self.v = [x.view(self.code) for x in self.k], [x.view(self.code) for x in self.v]
+        self.scales = torch.zeros(n_layers, 2 * self.n_slots + 2, n_kv_heads, dtype=torch.float16, device=device)
+        self._scale_blocks = self.scales[:, :-2].view(n_layers, 2, n_blocks, block_size, n_kv_heads)
+        self.k_scale, self.v_scale = [s[0] for s in self._scale_blocks], [s[1] for s in self._scale_blocks]
+        self.nbytes += self.scales.nbytes
 
     @staticmethod
     def bytes_per_block(n_layers: int, block_size: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -59,7 +58,7 @@ class CodedKVPool(KVPool):
 
     def read(self, layer: int, slots: Tensor, out: Tensor) -> None:
         "Decode `slots` [N] of a layer into out [N, G * E]."
-        codes = self.slots[layer].index_select(0, slots).view(CODES[self.kind][0]).view(len(slots), self.n_kv_heads, self.head_dim)
+        codes = self.slots[layer].index_select(0, slots).view(self.code).view(len(slots), self.n_kv_heads, self.head_dim)
         out.copy_(decode(codes, self.scales[layer].index_select(0, slots), self.dtype).view(out.shape))
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -76,4 +75,4 @@ class Int8KVPool(CodedKVPool):
     "Keys and values in int8."
     kind = "int8"
 
-POOLS: dict[str, type[KVPool]] = {"auto": KVPool, "fp8": CodedKVPool, "int8": Int8KVPool}   # by `CacheConfig.kv_dtype`
+POOLS: dict[str, type[KVPool]] = {"auto": KVPool, "fp8": CodedKVPool, "int8": Int8KVPool}   # by `EngineConfig.kv_cache_dtype`

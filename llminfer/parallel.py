@@ -184,10 +184,9 @@ class RankModel(Transformer):
 
     def whole(self, logits: Tensor) -> Tensor: # [N, own ids] -> [N, V]
         "The logits of the whole vocabulary."
-        (N, n), V, size = logits.shape, self.config.vocab_size, self.shard.size
-        width = -(-V // size)
-        all_of_them = self.comm.all_gather(F.pad(logits, (0, width - n)).contiguous())
-        return all_of_them.transpose(0, 1).reshape(N, size * width)[:, :V].contiguous()
+        V = self.config.vocab_size
+        parts = self.comm.all_gather(F.pad(logits, (0, -(-V // self.shard.size) - logits.shape[1])).contiguous())
+        return parts.transpose(0, 1).flatten(1)[:, :V].contiguous()
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]: # [N, own ids] -> value, id [N]
         "Each row's largest logit and its id: two numbers a rank and row cross, not a vocabulary."
@@ -236,16 +235,16 @@ def shard_svg(models: list[RankModel], layer: int = 0) -> str:
     c, x, out = models[0].shard.config, 4.0, []
     scale = 150 / max(c.intermediate_size * 2, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim)
     for name in ("qkv", "o", "gate_up", "down"):
-        y = 36.0
+        y, beside = 36.0, name in ROWS
         for r, m in enumerate(models):
             n, k = getattr(m.layers[layer], name).weight.shape
             w, h, title = max(k * scale, 8), max(n * scale, 8), f"rank {r}: {name} [{n}, {k}]"
             out.append(box(x, y, w, h, PALETTE[r % len(PALETTE)], f"{n} x {k}" if w > 60 and h > 12 else "", title))
-            if name in ("o", "down"): x += w + 2
+            if beside: x += w + 2
             else: y += h + 2
-        out += [words(x - 60 if name in ("o", "down") else x, 14, name), words(x - 60 if name in ("o", "down") else x, 28,
-            "columns, then a sum" if name in ("o", "down") else "rows: heads" if name == "qkv" else "rows", dim=True)]
-        x += 40 if name in ("o", "down") else w + 40
+        what, at = "columns, then a sum" if beside else "rows: heads" if name == "qkv" else "rows", x - 60 if beside else x
+        out += [words(at, 14, name), words(at, 28, what, dim=True)]
+        x += 40 if beside else w + 40
     return svg_page(int(x) + 40, 200, out)
 
 # %% ../nbs/20_parallel.ipynb #a744b22e

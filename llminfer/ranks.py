@@ -103,10 +103,7 @@ class Follower:
 
     def idle(self, keys: list[Any]) -> None: capture(self.core.runner, keys)   # the steps that rank 0 captures: their sums need all ranks
 
-    def fill(self, slot: int, a: Adapter) -> None:
-        assert self.books.stacks is not None
-        fill_slot(self.books, self.books.stacks, slot, a)
-
+    def fill(self, slot: int, a: Adapter) -> None: fill_slot(self.books, slot, a)
     def empty(self) -> None: empty(self.books)
     def digest(self) -> None: self.tell("digest", state_digest(self.core))
 

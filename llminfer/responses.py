@@ -200,8 +200,7 @@ class AnswerWriter(ItemWriter):
 
     def end(self, reason: str | None, usage: dict[str, Any]) -> bytes:
         "The last events of an answer."
-        reason = end_reason(reason)
-        status = "completed" if reason == "stop" else "incomplete"
+        status = "completed" if end_reason(reason) == "stop" else "incomplete"
         last = (b"" if self.output else self.begin_message()) + self.close(status)
         self.final = self.response(status, usage=usage)
         return last + self.event(status, response=self.final)

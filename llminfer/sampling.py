@@ -269,6 +269,7 @@ def check_lists(p: SamplingParams, max_len: int = 2**31) -> None:
     for name, n in sizes.items():
         if n > MOST[name]: raise RequestError(f"{name} holds {n:,} token ids in all; at most {MOST[name]:,} are possible: send fewer", name)
 
+# %% ../nbs/10_sampling.ipynb #cc5ef861
 def _numbers(p: SamplingParams, n_prompt: int, V: int, n_eos: int) -> tuple[list[int], list[float]]:
     "A row's integers and floats; what is off gets a value that changes nothing."
     seed, k = p.seed & (2**64 - 1), p.top_k if 0 < p.top_k < V else V

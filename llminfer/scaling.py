@@ -125,6 +125,7 @@ def __getattr__(name: str) -> Any:
     if name != "RayRouter": raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals().setdefault(name, ray_router())
 
+# %% ../nbs/27_scaling.ipynb #cae1b9b6
 class RayFleet:
     "Replicas behind a handle of Ray Serve."
     def __init__(self, handle: Any = None): self.handle = handle

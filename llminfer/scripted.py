@@ -62,8 +62,7 @@ class ScriptedRows:
         self.table = np.zeros((R, -(-L // cfg.block_size)), np.int64)
         self.kv = np.zeros(n_blocks * cfg.block_size, np.uint64)   # hash of all tokens up to the slot's
         self.hist = np.zeros((R, L + 1), np.uint64)                # the same of a row's own history
-        zeros = (np.zeros(R, np.int64) for _ in range(8))
-        self.len, self.limit, self.gen, self.first, self.child, self.min_len, self.status, self.guesses = zeros
+        self.len, self.limit, self.gen, self.first, self.child, self.min_len, self.status, self.guesses = np.zeros((8, R), np.int64)
         self.params = [SamplingParams()] * R
         self.masks: dict[int, set[int]] = {}                       # of the plan that is carried out: ids that rows may take
         self.drafted = np.zeros((0, R), np.int64)                  # guesses tried in the steps of the plan

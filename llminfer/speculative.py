@@ -117,16 +117,16 @@ def learned(chance: Tensor, tried: Tensor, right: Tensor, ended: Tensor) -> Tens
 # %% ../nbs/16_speculative.ipynb #c3f5fe28
 class Lookup:
     "What prompt lookup knows of every row."
+    begin: tuple[float, ...] = FIRST_CHANCE
     def __init__(self,
-        max_rows: int,                          # R
-        draft: int,                             # D, most guesses a row and step
+        max_rows: int, draft: int,              # R; D, most guesses a row and step
         device: torch.device | str = "cpu",
         least: float | None = None,             # chance of a guess that is tried; None: what pays, see `price`
         price: float = 14.0,                    # a step without places costs as much as so many places
     ):
         self.draft, self.device, self.least, self.price = draft, torch.device(device), least, price
-        self.first = torch.tensor(FIRST_CHANCE, device=self.device)
-        self.chance = self.first.repeat(max_rows + 1, 1)                                           # [R + 1, 3]
+        self.first = torch.tensor(self.begin, device=self.device)
+        self.chance = self.first.repeat(max_rows + 1, 1)                                           # [R + 1, kinds of guesses]
         self.most = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)               # guesses a row may have
         self.asked = torch.full((max_rows + 1,), -1.0, device=self.device)                         # least chance; below 0: what pays
 
@@ -244,18 +244,17 @@ class HostLookup(Guesser):
         n = st.len.index_select(0, rows) + 1
         write_guesses(st, rows, n, guesses)
         live = torch.cat((act[:, None], guesses >= 0), 1)
-        flat = torch.from_numpy(np.flatnonzero(live.numpy()))
-        b, d = flat // (W + 1), flat % (W + 1)
+        b, d = (torch.from_numpy(x) for x in np.nonzero(live.numpy()))
         mine = np.flatnonzero(act.numpy())
         starts, lengths = (n - 1).numpy()[mine].tolist(), live.numpy().sum(1)[mine].tolist()
-        ids = torch.cat((st.token.index_select(0, rows)[:, None], guesses), 1).view(-1)[flat]
+        ids = torch.cat((st.token.index_select(0, rows)[:, None], guesses), 1)[b, d]
         hidden = p.prefill(st, ids, rows[torch.from_numpy(mine)], places := n[b] - 1 + d, starts, lengths)
         self.checked(st, rows[b], places, torch.ones_like(b, dtype=torch.bool), hidden)
         W = max(lengths) - 1
         ahead = torch.where(torch.arange(W) < d[:, None], guesses[b][:, :W], -1)
         out = r.sampler.sample(p.head(hidden), rows[b], n[b] + d, st.history, variant, ahead)
-        cell = torch.zeros(live.numel(), dtype=torch.int64).index_copy_(0, flat, torch.arange(len(flat)))
-        finish_places(self, r, rows, size, guesses, act, out, cell.view(live.shape))
+        cell = torch.zeros(live.shape, dtype=torch.int64).index_put_((b, d), torch.arange(len(b)))
+        finish_places(self, r, rows, size, guesses, act, out, cell)
         return True
 
 # %% ../nbs/16_speculative.ipynb #f8d1c6d3

@@ -29,8 +29,7 @@ class Outbox:
     ):
         self.loop, self.deliver, self.after = loop, deliver, after
         self.items: deque[tuple[Any, StreamChunk]] = deque()
-        self.awake = False
-        self.n_wakeups = self.n_chunks = 0
+        self.awake, self.n_wakeups, self.n_chunks = False, 0, 0
 
     def add(self, stream: Any, chunk: StreamChunk) -> None:
         "Leave a chunk here, from any thread; `wake` must follow. Raises RuntimeError if nobody will come for it."

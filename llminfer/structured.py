@@ -44,8 +44,9 @@ class GrammarMatcher:
 def ids_by_bytes(tokenizer: Tokenizer, vocab_size: int) -> dict[bytes, list[int]]:
     "Ids that write these bytes; ids without text are left out."
     out: dict[bytes, list[int]] = {}
+    table = tokenizer.byte_table(True)
     for i in range(vocab_size):
-        if b := tokenizer.byte_table(True)[i]: out.setdefault(b, []).append(i)
+        if b := table[i]: out.setdefault(b, []).append(i)
     return out
 
 class ChoiceMatcher:

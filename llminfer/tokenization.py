@@ -474,10 +474,9 @@ class _Chats(_Texts):
                 out.append(text[pos:a])
                 pos = plain_at = b
             elif a != plain_at:
-                i, before = self._special[text[a:b]], text[pos:a]
-                token = self._added[i]
+                found.append(self._special[text[a:b]])
+                token, before = self._added[found[-1]], text[pos:a]
                 out += [before.rstrip() if token.lstrip else before, self._mark]
-                found.append(i)
                 pos = b + (len(text[b:]) - len(text[b:].lstrip()) if token.rstrip else 0)
         controls = iter(found)
         return [next(controls) if i == self._mark_id else i for i in self._ids(self._text, "".join(out) + text[pos:], False)]

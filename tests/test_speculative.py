@@ -10,13 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from llminfer import assembly
+from llminfer.attention import KVPool
 from llminfer.config import ConfigError, EngineConfig
 from llminfer.core import CoreConfig, generate, make_core
 from llminfer.cuda_graphs import GraphRunner
+from llminfer.interfaces import RowInit
 from llminfer.request import GenerationRequest, SamplingParams
 from llminfer.runner import NoSync, TorchRunner
 from llminfer.sequences import Pilot, SchedulerConfig, Sequence
-from llminfer.draft import DeviceDrafts, HostDrafts, Source, first_layers
+from llminfer.draft import DeviceDrafts, DraftPages, HostDrafts, Source, first_layers
 from llminfer.draft_head import load_head, same_words
 from llminfer.families import random_tensors
 from llminfer.loading import load_model, make_tiny
@@ -195,7 +197,7 @@ def test_a_draft_that_is_the_target_is_never_wrong(device, cfg):
 
 @pytest.mark.parametrize("source", ["same", "head"])
 def test_a_draft_on_a_device_catches_up_after_windows_without_guesses(source, monkeypatch):
-    "Every other window has no guesses; what the draft lacks it computes before the next one."
+    "Two of three windows have no guesses; what the draft lacks it computes before the next one that has."
     _, model, _ = tiny()
     turn = iter(range(10**6))
     monkeypatch.setattr(Pilot, "choose", lambda self, rows: 4 * (next(turn) % 3 == 2))
@@ -216,6 +218,35 @@ def test_a_draft_on_a_device_catches_up_after_windows_without_guesses(source, mo
     c = core.trace.counters
     assert max(map(int, lacks)) <= 4 and c["accepted_tokens"] > 40
     if source == "same": assert c["draft_tokens"] == c["accepted_tokens"]
+
+
+@pytest.mark.parametrize("source", ["same", "head"])
+def test_a_copied_block_brings_all_that_the_draft_has_of_it(source):
+    "Keys and values, which of them are there, and the hidden states of a head; other blocks stay."
+    _, model, _ = tiny()
+    s, g = Source(model) if source == "same" else load_head(folders()["head"], model), torch.Generator().manual_seed(1)
+    pages = DraftPages(s, KVPool(2, 7, 4, model.config.n_kv_heads, model.config.head_dim, torch.float64))
+    kept = [pages.kv.data, pages.have, *([] if pages.hidden is None else [pages.hidden])]
+    for a in kept: a.copy_(torch.randn(a.shape, generator=g, dtype=torch.float64) > 0 if a.dtype == torch.bool else torch.randn(a.shape, generator=g, dtype=torch.float64))
+    def blocks(): return [pages.kv.data[:, :2 * 28].view(pages.kv.n_layers, 2, 7, -1).transpose(0, 2).clone(), *(a[:28].view(7, 4, -1).clone() for a in kept[1:])]
+    before = blocks()
+    pages.copy_blocks(torch.tensor([3, 1]), torch.tensor([5, 2]))
+    for a, b in zip(blocks(), before): assert torch.equal(a, b[[0, 1, 1, 3, 4, 3, 6]]) and not torch.equal(b[3], b[5]) and not torch.equal(b[1], b[2])
+
+
+def test_trust_falls_with_a_wrong_guess_is_forgiven_when_passed_over_and_is_handed_on():
+    d, (row, none, one) = HostDrafts(2, 3, source=Source(tiny()[1])), torch.tensor([[0], [0], [1]])
+    act, new, first = torch.tensor([True]), d.first.clone(), d.first.clone()
+    fair = torch.tensor([[2, 0, 0]])                             # one guess, of the middle class
+    d.learn(row, fair, one, none, ~act, act)                     # tried, and wrong
+    d.learn(row, fair, none, none, ~act, act)                    # made, and not tried: its class is forgiven, the pass was in vain
+    new[1], new[3] = new[1] * 0.8 * 1.01, new[3] * 0.8 * 0.8
+    torch.testing.assert_close(d.chance[0], new)
+    d.learn(row, fair, one, one, ~act, act)                      # right
+    new[1], new[3] = 1 - (1 - new[1]) * 0.8, 1 - (1 - new[3]) * 0.8
+    torch.testing.assert_close(d.chance[0], new)
+    d.init_rows([RowInit(0, 1, SamplingParams(), np.ones(2, np.int32), 2, 9, draft=3)])
+    torch.testing.assert_close(d.chance[0], (new + first) / 2)   # half of what is believed of all
 
 
 def test_guesses_of_a_head_do_not_depend_on_what_the_cache_remembers():

@@ -1,7 +1,9 @@
 """F1-F4: clients that leave, cut, or stop to read."""
 from __future__ import annotations
 import asyncio, json, random, socket, struct, threading, time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 from reliability.checks import gather_limited, ids_of, probe, watched
 from reliability.table import Counted, family
@@ -13,43 +15,35 @@ def long_body(rng: random.Random, stream: bool, n: int = 200) -> bytes:
     return json.dumps({"prompt": [rng.randrange(3, 90), *(rng.randrange(20, 500) for _ in range(rng.randrange(1, 30)))], "max_tokens": n, "temperature": 0, "ignore_eos": True, "stream": stream}).encode()
 
 
-async def probe_later(url: str, i: int) -> None: await asyncio.to_thread(probe, url, i % 8)
+def close_early(c: Counted, limit: int, cases: list[tuple[Any, bytes]], when: str, wait: Callable[[asyncio.StreamReader, Any], Awaitable[Any]]) -> None:
+    "Send each body, wait as its case says, close, and ask again; `limit` at once."
+    with watched(c) as s:
+        async def one(i: int) -> None:
+            what, body = cases[i]
+            with c.case(f"{i}, closed after {when.format(what)}"):
+                r, w = await asyncio.open_connection("127.0.0.1", s.port)
+                w.write(http_bytes("/v1/completions", body))
+                with closing(w): await wait(r, what)
+                await asyncio.to_thread(probe, s.url, i % 8)
+        asyncio.run(gather_limited(len(cases), limit, one))
 
 
 @family("F1", "Client closes a stream (random chunk)", 500, 32)
 def closed_streams(seed: int, count: int, c: Counted) -> None:
     rng, chunks = random.Random(seed), [0] * 9
-    cases = [(rng.randrange(9), long_body(rng, True)) for _ in range(count)]
-    with watched(c) as s:
-        async def one(i: int) -> None:
-            k, body = cases[i]
-            with c.case(f"{i}, closed after chunk {k}"):
-                r, w = await asyncio.open_connection("127.0.0.1", s.port)
-                w.write(http_bytes("/v1/completions", body))
-                seen = 0
-                while seen < k and (line := await asyncio.wait_for(r.readline(), 30)): seen += line.startswith(b"data: ")
-                chunks[seen] += 1
-                w.close()
-                assert seen == k, f"only {seen} chunks came"
-                await probe_later(s.url, i)
-        asyncio.run(gather_limited(count, 16, one))
+    async def read(r: asyncio.StreamReader, k: int) -> None:
+        seen = 0
+        while seen < k and (line := await asyncio.wait_for(r.readline(), 30)): seen += line.startswith(b"data: ")
+        chunks[seen] += 1
+        assert seen == k, f"only {seen} chunks came"
+    close_early(c, 16, [(rng.randrange(9), long_body(rng, True)) for _ in range(count)], "chunk {}", read)
     c.notes["closed_after_chunk"] = chunks
 
 
 @family("F2", "Client closes before a non-stream reply", 200, 16)
 def closed_calls(seed: int, count: int, c: Counted) -> None:
     rng = random.Random(seed)
-    cases = [(rng.random() * 0.3, long_body(rng, False)) for _ in range(count)]
-    with watched(c) as s:
-        async def one(i: int) -> None:
-            pause, body = cases[i]
-            with c.case(f"{i}, closed after {pause:.3f} s"):
-                _, w = await asyncio.open_connection("127.0.0.1", s.port)
-                w.write(http_bytes("/v1/completions", body))
-                await asyncio.sleep(pause)
-                w.close()
-                await probe_later(s.url, i)
-        asyncio.run(gather_limited(count, 8, one))
+    close_early(c, 8, [(rng.random() * 0.3, long_body(rng, False)) for _ in range(count)], "{:.3f} s", lambda _, pause: asyncio.sleep(pause))
 
 
 @family("F3", "TCP reset in the middle of a body", 100, 12)
