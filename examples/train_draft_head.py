@@ -12,7 +12,9 @@ import time
 from collections import Counter
 import torch
 import torch.nn.functional as F
-from llminfer.core import CoreConfig, generate, make_core
+from llminfer.assembly import build_core
+from llminfer.config import EngineConfig
+from llminfer.core import CoreConfig, generate
 from llminfer.draft_head import HEAD_PARTS, head_source, new_head, save_head
 from llminfer.loading import load_model, open_checkpoint
 from llminfer.model import Dense, causal_attention
@@ -40,7 +42,7 @@ def own_text(model, tok, n, tokens, seed):
     prompts = [tok.encode_chat([{"role": "user", "content": f.format(t)}]) for f, t in pairs]
     longest, ends = max(map(len, prompts)) + tokens, tuple(tok.eos_token_ids)
     rows = 16 if model.device.type == "cpu" else 256
-    core = make_core(model, CoreConfig(n_blocks=1 + rows * -(-longest // 16), max_model_len=longest, max_num_seqs=rows))
+    core = build_core(EngineConfig(), model, CoreConfig(n_blocks=1 + rows * -(-longest // 16), max_model_len=longest, max_num_seqs=rows))
     params = [SamplingParams(temperature=r.choice([0.0, 0.7, 1.0]), top_p=0.95, seed=i, max_tokens=tokens, stop_ids=ends, eos_ids=ends)
         for i in range(n)]
     return [(p + a, len(p)) for p, a in zip(prompts, generate(core, prompts, params))]
