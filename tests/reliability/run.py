@@ -66,13 +66,13 @@ def main(argv: list[str] | None = None) -> int:
         rows[name] = row_of(c, load)
         print(f"{name:4} {'ok ' if c.ok else 'BAD' if c.bad or not c.error else 'ERR'} {c.good}/{c.tried} of {f.goal}  {c.seconds:7.1f} s  {f.title}  {json.dumps(c.notes)}", flush=True)
         for line in c.bad[:5]: print("    ", line, flush=True)
-        if c.error: print(f"     harness error after {c.tried} of {want} cases, the others were not tried: {c.error}", flush=True)
+        if c.error: print(f"     harness error (outside of any case) after {c.tried} of {want} cases, the others were not tried: {c.error}", flush=True)
         bad += not c.ok
         if a.out:
             a.out.parent.mkdir(parents=True, exist_ok=True)
             a.out.write_text(json.dumps(record(rows, a.seed, a.sample, a.note or old.get("note", "")), indent=1) + "\n", encoding="utf-8")
     print(json.dumps(totals(rows)), flush=True)
-    if stopped := [f"{k} ({r['title']}): {r['error']}" for k, r in rows.items() if "error" in r]: print("harness errors, no lost faults:", *stopped, sep="\n    ")
+    if stopped := [f"{k} ({r['title']}): {r['error']}" for k, r in rows.items() if "error" in r]: print("harness errors (outside of any case):", *stopped, sep="\n    ")
     return int(bad > 0)
 
 
