@@ -381,6 +381,7 @@ def put_info(facts: dict[str, Any]) -> None:
     if "kv_bytes" in facts: rows["kv_bytes"] = f"{facts['kv_bytes'] / 2**20:,.1f} MiB"
     put_panel("Engine Info", rows)
 
+# %% ../nbs/28_cli.ipynb #7bb79b19
 def machine() -> dict[str, Any]:
     "Versions and devices."
     import torch
