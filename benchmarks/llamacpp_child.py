@@ -1,7 +1,7 @@
 """llama.cpp in a process of its own, for benchmarks/cpu_backends.py: a line of JSON in, a line out. Runs in .venv-llamacpp; imports nothing of llminfer.
 
     {"op": "load", "path": GGUF, "rows": 8, "max_len": 192, "threads": 2, "float32": false}
-    {"op": "run", "prompts": [[id, ...], ...], "new": 48, "open": 8}       # ids of each answer, and when each token was known
+    {"op": "run", "prompts": [[id, ...], ...], "new": 48}       # ids of each answer, and when each token was known
 
 Decoding is llama.cpp's own: one `llama_decode` a step for all rows, its greedy sampler in C; this file only fills the batch.
 """

@@ -22,11 +22,11 @@ from .cli_bench import BenchCommand, CompareFlags, LoadFlags, ResultFlags, RunFl
 from .cli_trace import trace_command
 
 # %% auto #0
-__all__ = ['GROUPS', 'FLAGS', 'FIELD', 'KINDS', 'TYPES', 'NO_ROOM', 'app', 'Prompt', 'Samples', 'COLOURS', 'in_flags', 'given',
-           'usage', 'failure', 'fill_streams', 'drop_output', 'exit_code', 'OneLineGroup', 'main', 'generate',
+__all__ = ['GROUPS', 'FLAGS', 'FIELD', 'KINDS', 'TYPES', 'NO_ROOM', 'app', 'Prompt', 'Samples', 'COLOURS', 'OLDER', 'in_flags',
+           'given', 'usage', 'failure', 'fill_streams', 'drop_output', 'exit_code', 'OneLineGroup', 'main', 'generate',
            'token_lines', 'put_result', 'run', 'put_chunk', 'stream', 'pull', 'make_bundle', 'Check', 'check_linear',
-           'probe', 'check_attention', 'check_prefix', 'check_environment', 'run_checks', 'put_panel', 'machine',
-           'info']
+           'probe', 'check_attention', 'check_prefix', 'check_environment', 'run_checks', 'put_panel', 'put_info',
+           'machine', 'info']
 
 # %% ../nbs/28_cli.ipynb #8d9be257
 GROUPS = (EngineFlags, GenerateFlags, ChatFlags, ServeFlags, RunFlags, CompareFlags, LoadFlags, ResultFlags)
@@ -368,6 +368,18 @@ def put_panel(title: str, rows: dict[str, Any], styles: dict[str, str] | None = 
     frame = ROUNDED if sys.stdout.isatty() else ASCII2
     Console(highlight=False).print(Panel(t, title=Text(title), title_align="left", expand=False, box=frame))
 
+OLDER = ("max_batch_size", "batch_timeout_ms")   # of `BatchQueue`, which no engine has: max_num_seqs is what counts
+
+def put_info(facts: dict[str, Any]) -> None:
+    "Draw what an engine says of itself, but for settings that do nothing in it."
+    def said(v: Any) -> Any:
+        if isinstance(v, dict): v = [f"{a}: {b}" for a, b in v.items() if b not in ("", None, {}, [])]
+        return ", ".join(v) or "none" if isinstance(v, list) else v
+    rows = {k: said(v) for k, v in facts.items() if k not in OLDER}
+    if "kv_bytes" in facts: rows["kv_bytes"] = f"{facts['kv_bytes'] / 2**20:,.1f} MiB"
+    put_panel("Engine Info", rows)
+
+# %% ../nbs/28_cli.ipynb #7bb79b19
 def machine() -> dict[str, Any]:
     "Versions and devices."
     import torch
@@ -389,9 +401,7 @@ def info(
         facts, cache, here = engine.info(), engine.cache_stats(), machine()
     if e.json: put_json({"engine": facts, "cache": cache, "machine": here, "self_check": [asdict(c) for c in checks]})
     else:
-        flat = {k: ", ".join(f"{a} {b}" for a, b in v.items()) if isinstance(v, dict) else v for k, v in facts.items()}
-        if "kv_bytes" in facts: flat["kv_bytes"] = f"{facts['kv_bytes'] / 2**20:,.1f} MiB"
-        put_panel("Engine Info", flat | {k: ", ".join(v) or "none" if isinstance(v, list) else v for k, v in here.items()})
+        put_info(facts | here)
         put_panel("Cache Stats", cache)
         if checks: put_panel("Self-check", {c.name: [c.state, c.detail] for c in checks}, COLOURS)
     return 1 if any(c.state == "failed" for c in checks) else 0

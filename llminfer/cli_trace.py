@@ -39,7 +39,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         "tokens_per_second": round(r.n_tokens / busy, 1) if busy else None,
         "prompt_tokens_read": read, "prompt_tokens_cached": cached, "ttft_ms_p50": quantile(waits, 0.5), "ttft_ms_p95": quantile(waits,
             0.95),
-        "blocks": r.n_blocks - 1, "blocks_held_peak": peak, "blocks_evicted": evicted, "preemptions": preempted}
+        "blocks": r.n_blocks - 1 if r.n_blocks else None, "blocks_held_peak": peak, "blocks_evicted": evicted, "preemptions": preempted}
 
 # %% ../nbs/27d_cli_trace.ipynb #3313eae3
 def in_words(s: dict[str, Any]) -> list[str]:
@@ -50,8 +50,9 @@ def in_words(s: dict[str, Any]) -> list[str]:
         f"{s['tokens']:,} tokens, {s['tokens_per_second'] or 0:,.1f} a second while busy; requests ended: {ends}",
         f"first token after {ms(s['ttft_ms_p50'])} (median), {ms(s['ttft_ms_p95'])} (slowest in twenty)",
         f"prompts: {s['prompt_tokens_read']:,} tokens computed, {s['prompt_tokens_cached']:,} from the cache",
-        f"memory: at most {s['blocks_held_peak']:,} of {s['blocks']:,} blocks held, "
-        f"{s['blocks_evicted']:,} evicted, {s['preemptions']:,} preemptions"]
+        f"memory: at most {s['blocks_held_peak']:,} blocks held, of a pool that the log does not tell, " if s["blocks"] is None else
+        f"memory: at most {s['blocks_held_peak']:,} of {s['blocks']:,} blocks held, "]
+    lines[-1] += f"{s['blocks_evicted']:,} evicted, {s['preemptions']:,} preemptions"
     if s["preemptions"]:
         lines.append("the pool was too small for this load: give it more blocks (--num-blocks) or fewer rows (--max-num-seqs)")
     return lines

@@ -138,6 +138,7 @@ class Outcome:
     steps: int = 0
     per_step: float = 0.0      # tokens a row and step: above 1 with drafts that were right
     first_ms: float = 0.0      # median wait for a first token
+    gap_ms: float = 0.0        # wait of a running request for its next tokens, slowest in twenty
     preempted: int = 0
     again: int = 0             # tokens computed a second time, after a preemption
     cached: int = 0            # prompt tokens that were not computed
@@ -146,6 +147,7 @@ class Outcome:
 
 LABELS = {"seconds": ("seconds", ".2f"), "tokens": ("tokens", ",d"), "per_second": ("tokens a second", ",.0f"), "steps": ("launches", ",d"),
     "per_step": ("tokens a row and step", ".2f"), "first_ms": ("wait for the first token, median ms", ",.1f"),
+    "gap_ms": ("wait for the next one, slowest in twenty, ms", ",.1f"),
     "preempted": ("times sent back", ",d"), "again": ("tokens computed twice", ",d"), "cached": ("prompt tokens from the cache", ",d"),
     "shared": ("blocks shared at once, most", ",d"), "empty": ("held slots that were empty", ".0%")}
 
@@ -153,11 +155,16 @@ LABELS = {"seconds": ("seconds", ".2f"), "tokens": ("tokens", ",d"), "per_second
 def outcome(trace: Trace) -> Outcome:
     "Read a log."
     t, o, waits, empty, places = Tail(), Outcome(), [], [], 0
+    last, gaps = dict[int, float](), list[float]()
     for f in frames(trace.events):
         t.feed(f.events)
         o.again += sum(e["n"] - e["cached"] for e in f.events if e["event"] == "resume")
         waits += [e["t"] - t.replay.told(e["seq"]).arrived for e in f.events if e["event"] == "first_token"]
         places += sum(e["K"] * len(e["rows"]) for e in f.events if e["event"] == "plan")
+        gaps += [f.step["t"] - last[q] for q, n in f.step["out"] if n and q in last]
+        last |= {q: f.step["t"] for q, n in f.step["out"] if n}
+        for e in f.events:
+            if e["event"] == "preempt": last.pop(e["seq"], None)        # its wait is told by `preempted` and `again`
         own, size = t.replay.owners(), t.replay.block_size
         o.shared = max(o.shared, sum(len(who) > 1 for who in own.values()))
         held = [(len(s.blocks) * size, s.n_kv) for s in t.replay.seqs.values() if s.blocks]
@@ -165,7 +172,8 @@ def outcome(trace: Trace) -> Outcome:
     o.seconds = sum(f.step["ms"] for f in frames(trace.events)) / 1e3
     o.tokens, o.steps, o.preempted, o.cached = t.replay.n_tokens, t.n_steps, t.n_preempted, t.hit
     o.per_second, o.per_step = o.tokens / max(o.seconds, 1e-9), max(0, o.tokens - len(waits)) / max(1, places)
-    o.first_ms, o.empty = 1e3 * float(np.median(waits or [0])), float(np.mean(empty or [0]))
+    o.first_ms, o.gap_ms = 1e3 * float(np.median(waits or [0])), 1e3 * float(np.quantile(gaps or [0], 0.95))
+    o.empty = float(np.mean(empty or [0]))
     return o
 
 # %% ../nbs/23a_controls.ipynb #81059a9f

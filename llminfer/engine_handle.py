@@ -90,7 +90,9 @@ class EngineHandle(Protocol):
     @property
     def alive(self) -> bool: "Requests can be submitted now."
     @property
-    def busy_s(self) -> float: "Seconds that the engine has been in its present step, or silent."
+    def busy_s(self) -> float: "Seconds that the engine has been in its present step."
+    @property
+    def silent_s(self) -> float: "Seconds for which an engine that should tell what it does has not told it."
     def abandon(self) -> bool: "End an engine that hangs, by force; False: that cannot be done."
     @property
     def facts(self) -> EngineFacts: "Known after `start`."
@@ -139,6 +141,7 @@ class EngineHere:
     def alive(self) -> bool: return self.backend.is_loaded
     @property
     def busy_s(self) -> float: return loop.turn_s if (loop := getattr(self.backend, "loop", None)) is not None else 0.0
+    silent_s = 0.0                                     # it has nobody to tell
     def abandon(self) -> bool: return False            # a thread cannot be ended from outside
     @property
     def facts(self) -> EngineFacts: return self._facts

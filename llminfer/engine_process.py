@@ -284,9 +284,11 @@ class ChildOwner:
     @property
     def alive(self) -> bool: return (c := self.child) is not None and c.alive
     @property
-    def busy_s(self) -> float:
+    def busy_s(self) -> float: return 0.0 if (c := self.child) is None else c.stats.get("turn_s", 0.0)
+    @property
+    def silent_s(self) -> float:
         "The child tells five times a second what it does; one that is stopped, or whose step holds the interpreter's lock, tells nothing."
-        return 0.0 if (c := self.child) is None else max(c.stats.get("turn_s", 0.0), time.monotonic() - c.heard_at - 1.0)
+        return 0.0 if (c := self.child) is None else max(0.0, time.monotonic() - c.heard_at - 1.0)
     def abandon(self) -> bool:
         "Kill the child."
         if (c := self.child) is not None: c.proc.kill()

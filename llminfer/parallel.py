@@ -390,8 +390,8 @@ def split_step_us(
     c: ModelConfig,
     one_us: float,        # a step on one GPU, microseconds
     size: int,            # GPUs
-    sum_us: float = 5.0,  # a sum of a few KB
+    sum_us: float = 5.0,  # a sum, or the gather, of a few KB
     fixed_us: float = 0.0, # of `one_us`: what no cut makes shorter, launches above all
 ) -> float: # microseconds
     "A step of a few rows on several GPUs: what is read gets shorter, what is said is added."
-    return fixed_us + (one_us - fixed_us) / size + (2 * c.n_layers + 2) * sum_us
+    return fixed_us + (one_us - fixed_us) / size + (size > 1) * (2 * c.n_layers + 2) * sum_us

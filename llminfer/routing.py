@@ -221,13 +221,15 @@ def merge_metrics(texts: Mapping[str, str]) -> str:
     return "".join(line + "\n" for heads, rows in families.values() for line in (*heads, *rows))
 
 def merge_states(answers: Mapping[str, Answer], state: str | None = None) -> dict[str, Any]:
-    "/health and /ready of the whole: the best state of any replica, counts of all."
+    "/health and /ready of the whole: the best state of any replica, counts of all; down if every one is."
     each = {k: json.loads(a.body) for k, a in answers.items()}
     order = ("ready", "draining", "loading", "dead")
     best = state or min((e["state"] for e in each.values()), key=order.index, default="loading")
     counts = {k: sum(e.get(k, 0) for e in each.values()) for k in ("queue_size", "running", "waiting")}
     first: dict[str, Any] = next(iter(each.values()), {})
-    return {"status": "dead" if best == "dead" else "ok", "ready": best == "ready", "state": best, "model": first.get("model"),
+    down = state is None and bool(each) and all(e.get("status") == "down" for e in each.values())
+    status = "dead" if best == "dead" else "down" if down else "ok"
+    return {"status": status, "why": first.get("why") if down else None, "ready": best == "ready", "state": best, "model": first.get("model"),
         "backend": first.get("backend"), **counts, "replicas": {k: e["state"] for k, e in each.items()}}
 
 # %% ../nbs/26c_routing.ipynb #9b07081d
@@ -356,7 +358,7 @@ class Telling(Passing):
         else:
             body = merge_states(good, None if self.state() == "ready" else self.state())
             if path == "/ready": body = {k: body[k] for k in ("ready", "state", "replicas")}
-            ok = body["ready"] if path == "/ready" else body["state"] != "dead"
+            ok = body["ready"] if path == "/ready" else body["status"] == "ok"
             r = json_response(body, 200 if ok else 503, None if ok else {"retry-after": "1"})
         await r(scope, receive, send)  # type: ignore[arg-type]
 

@@ -32,7 +32,7 @@ class ServingLimits:
     queue_timeout_s: float | None = None  # not started by then: `QueueTimeoutError`
     deadline_s: float | None = None     # of requests without one of their own
     drain_s: float = 30.0               # `stop` lets running requests finish for so long
-    hang_s: float = 600.0               # a step of the engine that takes longer hangs: its requests fail, its process is killed
+    hang_s: float = 600.0               # a step or a silence longer than that is a hang: its requests fail, its process is killed
     stall_s: float = 30.0               # a stream is cancelled if text waits and nobody takes it for so long
     max_buffered_chunks: int = 16       # of one stream; beyond it new text is joined to the last chunk
     max_buffered_tokens: int = 8192     # of one stream; beyond it the stream is cancelled
@@ -74,14 +74,13 @@ class EngineDesk:
 
     def count(self, name: str, n: int = 1) -> None: self.counters[name] = self.counters.get(name, 0) + n
 
-    hung = False                             # a step takes longer than it may
+    hung = ""                                # what takes longer than it may
     @property
     def down(self) -> str:
         "Why an engine that was up cannot work now; empty: it can, or was never up."
         if self.phase == "dead": return "the engine has died and could not be started again; the log says why"
         if self.phase != "up" or self.handle.alive and not self.hung: return ""
-        if self.hung: return f"a step of the engine takes longer than {self.limits.hang_s:g} s"
-        return "the engine has died and is being started again"
+        return self.hung or "the engine has died and is being started again"
 
     @property
     def state(self) -> Literal["loading", "ready", "draining", "dead"]:
@@ -336,7 +335,7 @@ class Reviving(Lifecycle):
         _log.error("the engine has died; it will be started again")
         await asyncio.sleep(0)                       # its last words first
         self.give_up("the engine died while it ran this request")
-        self.hung = False
+        self.hung = ""
         now = time.monotonic()
         self.pause_s = self.limits.backoff_s if now - self.died_at > 60 else min(self.pause_s * 2, 30.0)
         self.died_at = now
@@ -360,22 +359,22 @@ class Watching(Reviving):
         while self.phase == "up":
             await asyncio.sleep(0.1)
             if self.phase == "up" and not self.handle.alive: await self.revive()
-            self.mind(self.handle.busy_s)
+            self.mind(self.handle.busy_s, self.handle.silent_s)
             now, most = time.monotonic(), self.limits.stall_s
             for s in list(self.running):
                 if s.buffer.chunks and now - s.read_at > most: self.drop_slow(s, f"it took nothing for {most} s")
 
-    def mind(self, busy_s: float) -> None:
-        "A step that hangs: nobody waits for it, and a process is killed, which makes `watch` start another; a thread may come back."
-        if busy_s <= self.limits.hang_s:
-            if self.hung: _log.warning("the engine goes on")
-            if self.hung: self.hung = False; self.pump()
+    def mind(self, busy_s: float, silent_s: float) -> None:
+        "A hang: nobody waits for it, and a process is killed, which makes `watch` start another; a thread may come back."
+        if max(busy_s, silent_s) <= (most := self.limits.hang_s):
+            if self.hung: self.hung = ""; _log.warning("the engine goes on"); self.pump()
         elif not self.hung:
-            self.hung = True
+            what = "a step of the engine takes longer than" if busy_s > most else "the engine's process has said nothing for"
+            self.hung = f"{what} {most:g} s"
             self.count("engine_hangs")
             killed = self.handle.abandon()
-            _log.error("a step of the engine takes longer than %g s%s", self.limits.hang_s, "; its process is killed" if killed else "")
-            self.give_up(f"a step of the engine took longer than {self.limits.hang_s:g} s")
+            _log.error("%s%s", self.hung, "; the process is killed" if killed else "")
+            self.give_up(self.hung)
             if not killed:
                 for s in list(self.queue): self.unqueue(s, EngineDeadError(self.down))
 

@@ -92,6 +92,19 @@ def test_without_a_network_on_any_screen(browser: BrowserContext, tight: tuple[T
         page.wait_for_function("d.el.dataset.theme === 'dark'")
         page.emulate_media(color_scheme="light")
 
+@pytest.mark.parametrize("width", [1280, 360])
+def test_nobody_who_is_here_is_left_out_of_the_list(browser: BrowserContext, tmp_path: Path, width: int) -> None:
+    play(Play(n_blocks=200, rows=12, requests=12, rate=1.0)).to_html(tmp_path / "p.html")
+    with opened(browser, f"file://{tmp_path}/p.html", width) as page:
+        at(page, page.evaluate("d.log.frames.findIndex(f => f.running > 8)"))
+        assert page.locator(".here button").count() > 8
+        last = page.locator(".here button").last
+        last.scroll_into_view_if_needed()
+        clipped = page.evaluate("() => { const e = d.root.querySelector('.words'); return getComputedStyle(e).overflowY !== 'visible' && e.scrollHeight > e.clientHeight + 1; }")
+        assert width > 760 or not clipped
+        last.click()
+        expect(last).to_have_attribute("aria-pressed", "true")
+
 def test_play_keys_and_speed(browser: BrowserContext, tight: tuple[Trace, Path]) -> None:
     with opened(browser, f"file://{tight[1]}") as page:
         page.get_by_label("One step on").click()
@@ -214,10 +227,11 @@ def test_a_server_shows_its_engine_at_work(browser: BrowserContext, away: bool) 
         with opened(browser, server.url + "/dashboard", offline=False) as page:       # under that policy; a fault would be in the console
             page.get_by_label("API key").fill("wrong")
             page.get_by_role("button", name="Watch").click()
-            page.wait_for_timeout(200)
+            expect(page.get_by_role("alert").filter(has_text="does not accept this key")).to_be_visible()
             page.get_by_label("API key").fill("secret")
             page.get_by_role("button", name="Watch").click()
             expect(page.locator(".feed")).to_have_text("live")
+            expect(page.locator(".door")).to_be_hidden()
             expect(page.locator(".title")).to_have_text("No step yet")
             assert server.http.post("/v1/completions", **ask).status_code == 200
             before = steps(page, 59)          # the last one too, after a moment

@@ -41,7 +41,12 @@ def test_the_tables_are_whole_and_a_record_adds_up():
         c.add(0)
         raise RuntimeError("the driver")
     b = Family("F2", "x", 10, 10, broken)()
-    assert (b.tried, b.good, b.ok) == (1, 0, False) and "the driver" in b.bad[0] and not Counted("F3", 0).ok
+    assert (b.tried, b.good, b.ok, b.bad, b.error) == (1, 1, False, [], "RuntimeError: the driver") and not Counted("F3", 0).ok      # no fault was lost
+    def broken_promise(seed, count, c):
+        c.add(0)
+        raise AssertionError("a block is held")
+    assert (x := Family("F2", "x", 10, 10, broken_promise)()).good == 0 and "a block is held" in x.bad[0] and x.error is None
+    assert totals({"F2": row_of(b, (0.0,))})["harness_errors"] == 1 and row_of(b, (0.0,))["error"] == b.error
     rows = {"F1": row_of(c, (0.0,)), "F8": row_of(Counted("F8", 0, 1000, 1000), (0.0,))}
     assert totals(rows) == {"faults_injected": 10, "faults_survived": 9, "inputs_tried": 0, "inputs_answered": 0, "loads_tried": 0, "loads_held": 0, "preemptions_forced": 1000,
         "preemptions_wrong": 0, "bystander_requests": 5, "bystanders_wrong": 0}
@@ -89,7 +94,7 @@ def test_a_step_that_hangs_in_a_thread_is_told_and_the_engine_comes_back(caplog)
     assert [r.message for r in caplog.records if "step" in r.message or "goes on" in r.message] == ["a step of the engine takes longer than 0.3 s", "the engine goes on"]
 
 
-def test_an_engine_process_that_is_stopped_is_killed_and_replaced_and_health_says_so():
+def test_an_engine_process_that_is_stopped_is_killed_and_replaced_and_health_says_so(caplog):
     from llminfer.serving import ServingLimits
     with over_http(ProcessHandle(EngineConfig(model_name="0.002"), make_scripted), limits=ServingLimits(hang_s=0.5, backoff_s=0.05)) as s:
         pid = s.engine.handle.pid
@@ -105,3 +110,5 @@ def test_an_engine_process_that_is_stopped_is_killed_and_replaced_and_health_say
         assert seen == {200, 503} and s.engine.handle.pid != pid and s.complete(**body)["choices"][0]["text"] == want
         text = s.http.get("/metrics").text
         assert all(f"llminfer_engine_{n}_total{{" in text for n in ("hangs", "deaths", "restarts")) and s.engine.stats()["counters"]["engine_hangs"] == 1
+    said = [r.message for r in caplog.records if "0.5 s" in r.message]        # it was idle: no step is blamed
+    assert said == ["the engine's process has said nothing for 0.5 s; the process is killed"]

@@ -28,6 +28,7 @@ def test_records_and_registrations_stand(bench):
 def test_pages_say_what_the_records_say():
     problems, n = reproduce.check_notebooks(notebooks())
     assert problems == [] and n >= 15
+    assert all(p.stat().st_size < 100_000 for p in (ROOT / "benchmarks/records").iterdir() if p.is_file()), "a record keeps what a page, a rule or a check reads"
     assert [x for x in reproduce.check_pages(ROOT) if "make readme" not in x] == []       # that one has a test of its own
 
 @pytest.mark.parametrize("name, change, word", [

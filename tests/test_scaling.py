@@ -241,6 +241,11 @@ def test_facts_of_the_whole() -> None:
             for a in f.apps.values(): a.state.engine.phase = "up"
             text = (await ask(door, "/metrics", accept="application/openmetrics-text", **key))[2]
             assert text.endswith("# EOF\n") and text.count("# EOF") == 1
+            for x in (a.state.engine for a in f.apps.values()): x.watcher.cancel(); x.hung = "a step takes long"       # nobody comes to take it back
+            status, _, text = await ask(door, "/health", **key)
+            assert (status, json.loads(text)["status"], json.loads(text)["why"]) == (503, "down", "a step takes long")
+            f.apps["B"].state.engine.hung = ""
+            assert (await ask(door, "/health", **key))[0] == 200
     asyncio.run(go())
 
 def test_states_of_several_are_one() -> None:

@@ -442,7 +442,7 @@ h2 { font-size: 13px; font-weight: 620; margin: 0 0 6px; display: flex; justify-
 canvas { display: block; width: 100%; touch-action: pan-y; }
 .say { margin: 0; padding: 0; list-style: none; font-size: 13.5px; } .say li { padding: 3px 0 3px 18px; position: relative; line-height: 1.4; } .say li:first-child { font-weight: 600; padding-left: 0; }
 .say i { position: absolute; left: 1px; top: 8px; width: 10px; height: 10px; border-radius: 3px; border: 1px solid #8888; } .say .none { left: 4px; width: 4px; height: 4px; top: 11px; background: var(--strong); border: 0; border-radius: 50%; }
-.words { max-height: 300px; overflow-y: auto; }
+@container (max-width: 759px) { .say { height: 112px; overflow-y: auto; } }
 h3 { font-size: 12px; color: var(--muted); font-weight: 500; margin: 10px 0 3px; } .here { margin: 0; padding: 0; list-style: none; } .here button { display: grid; grid-template-columns: 12px minmax(64px, auto) minmax(40px, 1fr) auto; align-items: center; gap: 8px; width: 100%; text-align: left; border: 0; background: none; padding: 2px 4px; min-height: 26px; font-size: 12.5px; border-radius: 6px; }
 .here button[aria-pressed=true] { background: var(--soft); font-weight: 600; } .here i { width: 11px; height: 11px; border-radius: 3px; } .here .done { height: 5px; border-radius: 3px; background: var(--rest); overflow: hidden; } .here .done u { display: block; height: 100%; border-radius: 3px; } .here em { font-style: normal; color: var(--muted); }
 .legend { display: flex; flex-wrap: wrap; gap: 3px 14px; color: var(--muted); font-size: 12px; margin: 8px 0 0; padding: 0; list-style: none; } .legend li { display: inline-flex; align-items: center; gap: 6px; } .legend svg { width: 22px; height: 14px; flex: none; }
@@ -450,9 +450,10 @@ h3 { font-size: 12px; color: var(--muted); font-weight: 500; margin: 10px 0 3px;
 .pin { background: var(--soft); border-radius: 8px; padding: 6px 10px; margin: 0 0 6px; font-size: 13px; display: flex; gap: 8px; align-items: start; justify-content: space-between; } .pin button { min-height: 0; padding: 1px 9px; font-size: 12px; flex: none; }
 details { font-size: 13px; } summary { cursor: pointer; font-weight: 620; padding: 2px 0; } .wrap { overflow-x: auto; margin-top: 8px; } table { border-collapse: collapse; width: 100%; } caption { text-align: left; color: var(--muted); padding-bottom: 4px; }
 th, td { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); white-space: nowrap; } td.ids { white-space: normal; min-width: 110px; } th { font-weight: 600; }
-.error { color: var(--bad); font-weight: 600; } [hidden] { display: none !important; } .sr { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
+.door { display: flex; flex-wrap: wrap; align-items: center; gap: 8px 12px; background: var(--soft); border: 2px solid var(--accent); border-radius: 10px; padding: 12px 14px; } .door input { font: inherit; color: inherit; background: var(--surface); border: 1px solid var(--strong); border-radius: 8px; padding: 4px 10px; min-height: 34px; width: 260px; max-width: 100%; } .door label { font-weight: 620; display: flex; flex-wrap: wrap; align-items: center; gap: 4px 8px; }
+.error, .door .why { color: var(--bad); font-weight: 600; } .door .why:empty { display: none; } [hidden] { display: none !important; } .sr { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
 .drop { outline: 3px dashed var(--accent); outline-offset: -6px; } .empty { padding: 40px 12px; text-align: center; color: var(--muted); }
-@container (min-width: 760px) { .two { grid-template-columns: minmax(0, 1.65fr) minmax(260px, 1fr); } .two section { min-height: 348px; } .words { position: absolute; inset: 36px 12px 10px; max-height: none; } }
+@container (min-width: 760px) { .two { grid-template-columns: minmax(0, 1.65fr) minmax(260px, 1fr); } .two section { min-height: 348px; } .words { position: absolute; inset: 36px 12px 10px; overflow-y: auto; } }
 @container (max-width: 800px) { .tiles { grid-template-columns: repeat(4, minmax(0, 1fr)); } .tiles div:last-child { grid-column: span 2; } }
 @container (max-width: 480px) { .dash { padding: 8px; gap: 8px; } .tiles span { font-size: 11px; white-space: normal; line-height: 1.25; display: block; } .tiles div { padding: 5px 8px; } .tiles b { font-size: 16px; } input[type=range] { order: 9; flex-basis: 100%; } }
 @media (prefers-reduced-motion: no-preference) { button { transition: background .12s; } }`;
@@ -483,6 +484,7 @@ const LEGEND_REQ = [
 ];
 const legend = rows => `<ul class="legend">${rows.map(([s, t]) => `<li>${swatch(s)}${t}</li>`).join("")}</ul>`;
 const HTML = `<div class="dash" role="region" aria-label="Replay of an engine's event log">
+<form class="door" hidden><label>API key of this server <input type="password" autocomplete="off" required></label><button class="main">Watch</button><span class="why" role="alert"></span></form>
 <div class="tiles" aria-hidden="true"></div>
 <div class="bar"><button class="main play" type="button">Play</button><button class="back" type="button" aria-label="One step back">‹</button><button class="on" type="button" aria-label="One step on">›</button>
 <input type="range" class="scrub" min="0" max="0" value="0" step="1" aria-label="Step">
@@ -1258,14 +1260,16 @@ export class Dashboard {
     const feed = this.$(".feed");
     let key = "",
       wait = 500;
+    const door = this.$(".door");
     while (this.el.isConnected) {
       try {
         const r = await fetch(url, {headers: key ? {authorization: "Bearer " + key} : {}});
         if (r.status === 401) {
-          key = await this.askKey(feed);
+          key = await this.askKey(key ? "The server does not accept this key." : "");
           continue;
         }
         if (!r.ok) throw new Error(`the server answered ${r.status}`);
+        door.hidden = true;
         feed.textContent = "live";
         wait = 500;
         this.log.clear();
@@ -1288,22 +1292,20 @@ export class Dashboard {
       await new Promise(ok => setTimeout(ok, (wait = Math.min(8000, wait * 2))));
     }
   }
-  askKey(feed) {
+  askKey(why) {
+    const door = this.$(".door"),
+      input = door.querySelector("input"),
+      told = door.querySelector(".why");
+    door.hidden = false;
+    told.textContent = why;
+    this.$(".feed").textContent = "waits for a key";
+    input.select();
     return new Promise(ok => {
-      const form = document.createElement("form"),
-        input = document.createElement("input"),
-        b = document.createElement("button");
-      input.type = "password";
-      input.placeholder = "API key";
-      input.setAttribute("aria-label", "API key");
-      b.textContent = "Watch";
-      form.append(input, " ", b);
-      form.onsubmit = e => {
+      door.onsubmit = e => {
         e.preventDefault();
+        told.textContent = "";
         ok(input.value);
-        feed.textContent = "";
       };
-      feed.replaceChildren(form);
     });
   }
 }

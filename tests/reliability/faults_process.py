@@ -178,7 +178,8 @@ def scrapes(seed: int, count: int, c: Counted) -> None:
         for i in range(last): scrape(count - last + i, "shutdown")
         if not any(not f.done() for f in streams): c.spoil("the server was idle while it drained", last)
         s.p.send_signal(signal.SIGTERM)
-        assert s.p.wait(30) == 130
+        within(30, lambda: s.p.poll() is not None)
+        assert s.p.wait() == 130
         for f in streams: f.result(10)
     c.notes["bystander_requests"], c.notes["bystander_wrong"] = asked, 0
 
@@ -195,11 +196,11 @@ def soak(seed: int, count: int, c: Counted) -> None:
         async def client() -> None:
             for k, (i, n, stream) in todo:
                 n = min(n, known_body(i)["max_tokens"])
-                status, out, _ = await call(port, "POST", "/v1/completions", known_body(i, max_tokens=n, stream=stream))
-                body = out.split(b"\r\n\r\n", 1)[1]
-                if stream: body = b"\n".join(line for line in body.splitlines() if line.startswith(b"data: "))
-                ok = status == 200 and ids_of(body) == plain_ids(i)[:n]
-                c.add(k, None if ok else f"request {i} of {n} tokens: {status} {body[:200]!r}")
+                with c.case(f"{k}, request {i} of {n} tokens"):
+                    status, out, _ = await call(port, "POST", "/v1/completions", known_body(i, max_tokens=n, stream=stream))
+                    body = out.split(b"\r\n\r\n", 1)[1]
+                    if stream: body = b"\n".join(line for line in body.splitlines() if line.startswith(b"data: "))
+                    assert status == 200 and ids_of(body) == plain_ids(i)[:n], (status, body[:200])
                 if (k + 1) % max(1, count // 20) == 0: rss[k + 1], threads[k + 1] = p.memory_info().rss / 2**20, p.num_threads()
         async def main() -> tuple[float, float]:
             await asyncio.gather(*(client() for _ in range(16)))

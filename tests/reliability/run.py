@@ -19,7 +19,7 @@ from reliability.table import FAMILIES, KINDS, Counted, load_tables
 def row_of(c: Counted, load: tuple[float, ...]) -> dict[str, Any]:
     f = FAMILIES[c.family]
     return {"title": f.title, "goal": f.goal, "tried": c.tried, "good": c.good, "ok": c.ok, "counted": f.counted, "seed": c.seed, "seconds": c.seconds, "load_before": round(load[0], 2),
-            "load_after": round(os.getloadavg()[0], 2), "date": datetime.now(UTC).isoformat(timespec="seconds"), "notes": c.notes, "bad": c.bad[:5]}
+            "load_after": round(os.getloadavg()[0], 2), "date": datetime.now(UTC).isoformat(timespec="seconds"), "notes": c.notes, "bad": c.bad[:5]} | ({"error": c.error} if c.error else {})
 
 
 def totals(rows: dict[str, Any]) -> dict[str, int]:
@@ -29,6 +29,7 @@ def totals(rows: dict[str, Any]) -> dict[str, int]:
     out |= {"loads_tried": sum(k[0] == "L" for k in rows), "loads_held": sum(r["ok"] for k, r in rows.items() if k[0] == "L")}
     if "F8" in rows: out |= {"preemptions_forced": rows["F8"]["tried"], "preemptions_wrong": rows["F8"]["tried"] - rows["F8"]["good"]}
     if "F22" in rows: out |= {"soak_requests": rows["F22"]["tried"], "soak_answered": rows["F22"]["good"]}
+    if errors := sum("error" in r for r in rows.values()): out["harness_errors"] = errors
     return out | {"bystander_requests": sum(r["notes"].get("bystander_requests", 0) for r in rows.values()), "bystanders_wrong": sum(r["notes"].get("bystander_wrong", 0) for r in rows.values())}
 
 
@@ -63,13 +64,15 @@ def main(argv: list[str] | None = None) -> int:
         load = os.getloadavg()
         c = f(want, a.seed)
         rows[name] = row_of(c, load)
-        print(f"{name:4} {'ok ' if c.ok else 'BAD'} {c.good}/{c.tried} of {f.goal}  {c.seconds:7.1f} s  {f.title}  {json.dumps(c.notes)}", flush=True)
+        print(f"{name:4} {'ok ' if c.ok else 'BAD' if c.bad or not c.error else 'ERR'} {c.good}/{c.tried} of {f.goal}  {c.seconds:7.1f} s  {f.title}  {json.dumps(c.notes)}", flush=True)
         for line in c.bad[:5]: print("    ", line, flush=True)
+        if c.error: print(f"     harness error (outside of any case) after {c.tried} of {want} cases, the others were not tried: {c.error}", flush=True)
         bad += not c.ok
         if a.out:
             a.out.parent.mkdir(parents=True, exist_ok=True)
             a.out.write_text(json.dumps(record(rows, a.seed, a.sample, a.note or old.get("note", "")), indent=1) + "\n", encoding="utf-8")
     print(json.dumps(totals(rows)), flush=True)
+    if stopped := [f"{k} ({r['title']}): {r['error']}" for k, r in rows.items() if "error" in r]: print("harness errors (outside of any case):", *stopped, sep="\n    ")
     return int(bad > 0)
 
 

@@ -19,6 +19,7 @@ class Counted:
     notes: dict[str, Any] = field(default_factory=dict)   # figures worth keeping; JSON
     bad: list[str] = field(default_factory=list)          # what went wrong, enough to repeat it
     seconds: float = 0.0
+    error: str | None = None                              # what stopped the driver itself: the cases before it count, those after it were not tried
 
     @contextmanager
     def case(self, name: object) -> Iterator[None]:
@@ -42,7 +43,7 @@ class Counted:
         self.good = max(0, self.good - (self.tried if n is None else n))
 
     @property
-    def ok(self) -> bool: return self.good == self.tried > 0 and not self.bad
+    def ok(self) -> bool: return self.good == self.tried > 0 and not self.bad and not self.error
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,11 @@ class Family:
     counted: bool = True                      # part of the total that is promised
 
     def __call__(self, count: int | None = None, seed: int = 0) -> Counted:
-        "Try so many cases, or all; an exception of the driver itself is a bad family, not a lost campaign."
+        "Try so many cases, or all. A promise that does not hold around the cases spoils them; any other exception here is the harness's own."
         c, t = Counted(self.id, seed), time.monotonic()
         try: self.run(seed, self.goal if count is None else count, c)
-        except Exception as e: c.spoil(f"the family stopped after {c.tried} cases: {type(e).__name__}: {e}")
+        except AssertionError as e: c.spoil(f"the family stopped after {c.tried} cases: {type(e).__name__}: {e}")
+        except Exception as e: c.error = f"{type(e).__name__}: {e}"[:600]
         c.seconds = round(time.monotonic() - t, 1)
         return c
 
