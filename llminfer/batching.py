@@ -233,6 +233,7 @@ class Continuing(Masking):
     def _window(self, K: int, rows: list[Sequence]) -> tuple[int, int]: # K, D
         "Do without guesses, then halve K, until the blocks that the window may touch are there."
         size, D = self.cfg.block_size, self.pilot.choose(rows) if self.cfg.draft else 0
+        if self.cfg.draft: K = self.pilot.steps(K, rows, D, any(map(self.pilot.young, (*self.running, *self.waiting[:1]))))
         if len(rows) * n_blocks_for(K * (D + 1), size) <= self.pool.n_available: return K, D
         def missing(K: int, D: int) -> int:
             return sum(max(0, n_blocks_for(min(s.limit, s.top + self._reach(s, K, D)), size) - s.n_blocks) for s in rows)
@@ -469,6 +470,7 @@ class Taking(Landing):
                 s.n_valid = s.n - 1
                 if s.params.logprobs >= 0 and h.logprobs is not None: d.logprobs = token_logprobs(h, r, emit[:, r], s.params.logprobs)
                 if h.drafted is not None: self._count_guesses(s, h.drafted[:, r], emit[:, r], d)
+                elif self.pilot.peek and s.draft and len(self.running) <= self.pilot.few: self.pilot.watch(s)
             if st > RowStatus.LIVE and s.scores is None: self._finish(s, st, d)
             elif st > RowStatus.LIVE: s.ended = st                           # when the scores of its prompt are here
             elif s.matcher is not None or s.n_valid // size > s.n_registered: self._go_on(s, b > a)
@@ -518,7 +520,7 @@ class Door(Committing):
         limits, rules = check_room(n, params, cfg, self.pool.n_blocks - 1), matchers or [None] * len(params)
         params = [params[0], *(replace(p, prompt_logprobs=-1) for p in params[1:])]
         made = [Sequence(i, p, np.concatenate([prompt, np.zeros(limit - n, np.int32)]), n, n, limit, key, priority, arrival, deadline,
-            defer_register, matcher=m if limit > n else None, lora=lora, draft=0 if m else cfg.guesses(p))
+            defer_register, matcher=m if limit > n else None, lora=lora, draft=0 if m else cfg.guesses(p), gain=float(not self.pilot.peek))
             for i, p, limit, m in zip(seq_ids, params, limits, rules)]
         if params[0].prompt_logprobs >= 0 and n > 1: made[0].scores = []
         elif params[0].prompt_logprobs >= 0: self._deltas.append(self._delta(made[0], prompt_logprobs=[None]))   # it has no score

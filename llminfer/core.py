@@ -90,7 +90,9 @@ def read_window(core: EngineCore, timeout: float | None) -> list[SeqDelta]:
     if harvest.done:
         core.tickets.popleft()
         core.seen = 0
-        if core.pace: core.pace.note(now, plan, bool(core.tickets))
+        if core.pace:
+            core.pace.note(now, plan, bool(core.tickets))
+            if worth := core.pace.worth: core.scheduler.pilot.worth = worth
     return core.scheduler.commit(harvest, now)
 
 # %% ../nbs/13_core.ipynb #e5260748
@@ -102,14 +104,22 @@ class Pace:
         busy_ms: float = 2.0,    # aim when a request waits or streams
     ):
         self.most, self.idle_ms, self.busy_ms = most, idle_ms, busy_ms
-        self.step_s, self.last, self.watched = 0.0, 0.0, False
+        self.times: dict[bool, float] = {}      # seconds of a step without and with guesses
+        self.last, self.watched = 0.0, False
 
     def note(self, now: float, plan: Plan, follows: bool) -> None:
         "A window is done at `now`; `follows`: another was in flight, so that the device never paused."
         if self.last and plan.K and not plan.prefill:
-            s = (now - self.last) / plan.K
-            self.step_s = s if not self.step_s else 0.8 * self.step_s + 0.2 * s
+            s, kind = (now - self.last) / plan.K, plan.variant.draft > 0
+            self.times[kind] = 0.8 * self.times.get(kind, s) + 0.2 * s
         self.last = now if follows else 0.0
+
+    @property
+    def step_s(self) -> float: return self.times.get(False, self.times.get(True, 0.0))
+    @property
+    def worth(self) -> float | None:
+        "What a step with guesses costs more than one without, as a share; at most 1.5, since its first runs are not captured."
+        return min(max(self.times[True] / self.times[False] - 1, 0.05), 1.5) if len(self.times) == 2 else None
 
     def steps(self, waiting: bool) -> int | None: # None: as the scheduler likes
         "Steps of the next window."
@@ -217,6 +227,7 @@ def make_core(model: Any, # `Transformer`, or anything with its interface
         window_steps=cfg.window_steps, max_in_flight=cfg.max_in_flight, reveal=cfg.reveal, **guess)
     core = EngineCore(sched, run, cfg.max_in_flight, trace, clock)
     if cfg.by_time: core.pace = Pace(cfg.window_steps)
+    sched.pilot.peek = getattr(getattr(run, "speculator", None), "peek", None)
     return core
 
 # %% ../nbs/13_core.ipynb #18763a4a

@@ -270,6 +270,7 @@ class DeviceFeeds(DraftBooks, DeviceLookup):
 # %% ../nbs/16a_draft.ipynb #d469d679
 class DeviceDrafts(DeviceFeeds):
     "Drafts in operations of fixed shapes, all on the device: part of a step that can be captured."
+    peek = None
     def guess(self, r: TorchRunner, rows: Tensor, at: Tensor, act: Tensor, nb: int, variant: Variant) -> tuple[Tensor, Tensor]:
         "See `DeviceLookup.guess`: classes and guesses, [B, D] each."
         st, D, n = r.state, variant.draft, at + 1

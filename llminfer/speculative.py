@@ -158,6 +158,7 @@ class Lookup:
 # %% ../nbs/16_speculative.ipynb #f64467af
 class Guesser(Lookup):
     "What else a runner tells who guesses; a lookup keeps nothing beside the history. Notebook 16a does."
+    peek: Any = None       # `lookup`, where the scheduler may ask it instead of trying
     def bind(self, r: TorchRunner) -> None: "The runner is there."
     def before(self, r: TorchRunner, plan: Plan) -> None: "A window begins."
     def copy_blocks(self, src: Tensor, dst: Tensor) -> None: "Blocks are copied."
@@ -172,6 +173,8 @@ class Guesser(Lookup):
 # %% ../nbs/16_speculative.ipynb #7b796b91
 class DeviceLookup(Guesser):
     "Prompt lookup in operations of fixed shapes, all on the device: a step that can be captured."
+    @property
+    def peek(self) -> Any: return lookup if self.least is None else None     # a chance that was asked for is tried
     def guess(self, r: TorchRunner, rows: Tensor, at: Tensor, act: Tensor, nb: int, variant: Variant) -> tuple[Tensor, Tensor]:
         "What is known of the guesses, and the guesses [B, D], -1: none."
         st, D, n = r.state, variant.draft, at + 1

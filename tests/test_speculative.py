@@ -151,13 +151,31 @@ def test_wrong_guesses_become_rare():
 def test_pilot_gives_up_and_tries_again():
     cfg = SchedulerConfig(draft=8, free_guesses=False)
     p, s = Pilot(cfg), Sequence(0, SamplingParams(), np.zeros(9, np.int32), 1, 1, 9, draft=8)
-    assert p.choose([s]) == 2
+    many = [s] * 16
+    assert p.choose(many) == 2 and p.choose([s]) == 8          # few rows: as many as they may have, since a step's time hardly depends on it
     p.note(s, 8, 48)
-    assert s.gain > 4 and p.choose([s]) == 8
+    assert s.gain > 4 and p.choose(many) == 8 and [p.steps(16, [s], d, False) for d in (0, 8)] == [16, 3]
     for _ in range(8): p.note(s, 8, 0)
     assert [p.choose([s]) for _ in range(2 * p.patience)].count(0) == 2 * p.patience - 2
     assert p.choose([]) == p.choose([replace_draft(s)]) == 0
     assert Pilot(replace(cfg, free_guesses=True, max_num_batched_tokens=512)).choose([s] * 128) == 3      # the budget of a step
+
+
+def test_pilot_knows_what_guesses_had_brought():
+    "Windows without guesses, read a few tokens at a time: the gain is that of the steps which guesses would have made."
+    text = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 40, 41, 42, 43, 44, 45]
+    for sizes in ([1] * 30, [30], [4] * 8, [7, 1, 22]):
+        p, s = Pilot(SchedulerConfig(draft=4, free_guesses=False)), Sequence(0, SamplingParams(), np.array(text, np.int32), 14, 14, 40, draft=4, gain=0.0)
+        p.peek, steps = lookup, []
+        p.note, note = lambda s, n, right: (steps.append(right), note(s, n, right))[1], p.note
+        assert p.choose([s]) == 0 and p.steps(16, [s], 0, p.young(s)) == 4
+        for k in sizes:
+            s.n = min(s.n + k, 30)
+            p.watch(s)
+        assert steps == [0, 0, 4, 3, 0, 0, 0, 0, 0], steps       # two ids are looked up; at most four guesses a step; the text then goes its own way
+        assert not p.young(s) and s.seen == s.n == 30
+    p.note(s, 8, 32)
+    assert p.choose([s]) == 4
 
 
 def replace_draft(s: Sequence) -> Sequence: return Sequence(1, s.params, s.ids, 1, 1, 9, draft=0)
