@@ -148,6 +148,7 @@ def held(w, scale, factor, offset, low, tables, r, n, at, KW: constexpr, GW: con
     return (words, scales(scale, factor, offset, tables, r, n, at, KW, GW, BW, NEST, EVEN),
             lows(low, r, n, at, KW, GW, BW, FORM, EVEN))
 
+# %% ../nbs/17a_quant_kernels.ipynb #12da3fe3
 @jit
 def dot_words(h, x, norm, tables, at, KW: constexpr, R: constexpr, BW: constexpr, FORM: constexpr, ASM: constexpr, NORM: constexpr,
               EVEN: constexpr):
@@ -169,6 +170,7 @@ def dot_words(h, x, norm, tables, at, KW: constexpr, R: constexpr, BW: constexpr
     if FORM == 3: t += h[2] * fours(sx, 1, BW)
     return t, q
 
+# %% ../nbs/17a_quant_kernels.ipynb #f8d674b7
 @jit
 def leave_row(t, z, q, bias, out, n, N, eps, K: constexpr, NORM: constexpr, PAIR: constexpr, ADD: constexpr, BIAS: constexpr):
     "Sums t [R] (and z, PAIR) to their place: norm, bias, activation, residual; q: sum of squares."
@@ -245,6 +247,7 @@ def quant_tile_kernel(x, w, scale, factor, offset, low, tables, bias, out, T, N,
     if BIAS: acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + (tl.program_id(2).to(tl.int64) * T + i) * N + n, acc, mask=(i < T) & (n < N))
 
+# %% ../nbs/17a_quant_kernels.ipynb #5581b696
 @jit
 def turn_kernel(x, turned, scale, factor, offset, tables, flat, T, n, K: constexpr, V: constexpr, NEST: constexpr, BLOCK: constexpr):
     """Columns 4j to 4j + 3 of every 4V go to part j of V: [T, K / 4V, V, 4] -> [T, V, K / V].
@@ -311,6 +314,7 @@ def operands(p: QuantLinear) -> tuple[dict[str, Any], dict[str, Any]]: # tensors
     return args, const | dict(KW=K // 4, GW=K // 4 // groups, NEST=3 if groups == 1 else 0, FORM=5 if fp8 else 4,
         ASM=None if not ptx else FP8_ASM if fp8 else INT8_ASM)
 
+# %% ../nbs/17a_quant_kernels.ipynb #b0c34776
 @dataclass(frozen=True)
 class QuantShape:
     "How a product for a few rows is launched."
@@ -320,10 +324,10 @@ class QuantShape:
     warps: int
 
 def quant_shape(p: QuantLinear, pair: bool) -> QuantShape:
-    "The launch of a product: a thread holds two pieces of 16 bytes of each of four rows, so sums across threads are few."
+    "The launch of a product: eight pieces of 16 bytes a thread, so that loads of x and sums across threads are shared by many codes."
     eight = isinstance(p, (Int8, Fp8))
     n = p.shape[1] // (4 if eight else 8)
-    if pair and eight and n >= 512: return QuantShape(8, 512, 1, 4)
+    if pair and n >= 512: return QuantShape(8 if eight else 4, 512, 1, 4)
     width = min(pow2(n), 256)
     return QuantShape(4, width, min(-(-n // width), 2), max(1, width // 128))
 
@@ -340,6 +344,7 @@ def quant_rows(p: QuantLinear, x: Tensor, out: Tensor, norm: Tensor | None = Non
         num_warps=c.warps, **pdl_launch(pdl))
     return out
 
+# %% ../nbs/17a_quant_kernels.ipynb #2491f1bf
 @dataclass(frozen=True)
 class QuantTile:
     "How a product over tiles is launched."
@@ -358,6 +363,7 @@ def quant_tile(p: QuantLinear, T: int, itemsize: int = 2) -> QuantTile:
     splits = max(1, min(most // (-(-N // BN) * -(-T // 64)), words // 256))
     return QuantTile(BN, 32, splits, 4 if T <= 16 else 2, BN // 16)
 
+# %% ../nbs/17a_quant_kernels.ipynb #1129a39f
 def turn_rows(x: Tensor, args: dict[str, Any], const: dict[str, Any]) -> Tensor: # [T, K]
     "Activations in the order of the words; double quantisation is undone in the operands."
     out, flat, (T, K), nested = torch.empty_like(x), x, x.shape, const["NEST"] in (1, 2)
