@@ -165,7 +165,7 @@ def expanded(codes, EARLY: constexpr):
 def load_scale(scales, head, ok, g, G: constexpr):
     "Scales at `head` [N]; in words of two heads, since 4 bytes are the least that is copied ahead."
     if G % 2 == 0:
-        w = tl.load(scales.to(tl.pointer_type(tl.int32), bitcast=True) + head // 2, mask=ok, other=0)
+        w = tl.load(scales.to(tl.pointer_type(tl.int32), bitcast=True) + (head >> 1), mask=ok, other=0)
         s = (w >> g % 2 * 16).to(tl.int16).to(tl.float16, bitcast=True)
     else: s = tl.load(scales + head, mask=ok, other=0.0)
     return s.to(tl.float32)
