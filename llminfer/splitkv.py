@@ -162,16 +162,17 @@ def expanded(codes, EARLY: constexpr):
     return out
 
 @jit
-def load_scale(scales, head, ok, g, G: constexpr):
-    "Scales at `head` [N]; in words of two heads, since 4 bytes are the least that is copied ahead."
-    if G % 2 == 0:
+def load_scale(scales, head, ok, g, G: constexpr, AHEAD: constexpr):
+    "Scales at `head` [N]; AHEAD: in words of two heads, since 4 bytes are the least that is copied ahead."
+    if AHEAD and G % 2 == 0:
         w = tl.load(scales.to(tl.pointer_type(tl.int32), bitcast=True) + (head >> 1), mask=ok, other=0)
         s = (w >> g % 2 * 16).to(tl.int16).to(tl.float16, bitcast=True)
     else: s = tl.load(scales + head, mask=ok, other=0.0)
     return s.to(tl.float32)
 
 @jit
-def load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G: constexpr, E: constexpr, EP: constexpr, BLOCK: constexpr):
+def load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G: constexpr, E: constexpr, EP: constexpr, BLOCK: constexpr,
+              AHEAD: constexpr = False):
     "Keys and values of head g at positions i [N] of the row whose blocks are at `table`: [N, EP] each, zeros where not ok; their scales."
     e = tl.arange(0, EP)[None, :]
     page = tl.load(table + i // BLOCK, mask=ok, other=0).to(tl.int64)
@@ -179,7 +180,7 @@ def load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G: constexpr, E
     cell, m = (head * E)[:, None] + e, ok[:, None] & (e < E)
     k, v = tl.load(k_pool + cell, mask=m, other=0.0), tl.load(v_pool + cell, mask=m, other=0.0)
     if k_pool.dtype.element_ty.primitive_bitwidth == 8:
-        sk, sv = load_scale(k_scale, head, ok, g, G), load_scale(v_scale, head, ok, g, G)
+        sk, sv = load_scale(k_scale, head, ok, g, G, AHEAD), load_scale(v_scale, head, ok, g, G, AHEAD)
     else: sk, sv = 1.0, 1.0
     return k, v, sk, sv
 
@@ -245,7 +246,7 @@ def scan_codes(q, pos, k_pool, v_pool, k_scale, v_scale, table, g, lo, hi, scale
     for at in range(lo, hi, N):
         i = at + tl.arange(0, N)
         ok = i < hi
-        k, v, sk, sv = load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G, E, EP, BLOCK)
+        k, v, sk, sv = load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G, E, EP, BLOCK, not CAUSAL)
         see = ok[None, :]
         if CAUSAL: see = see & (i[None, :] <= pos[:, None])
         if CAUSAL and WINDOW > 0: see = see & (i[None, :] > pos[:, None] - WINDOW)
@@ -381,7 +382,8 @@ def attend_shape(
     elif B * G <= processors: U, N, least, warps, stages = ratio, 128, 80, 8 if EP <= 64 else 4, 3
     elif B * G <= 4 * processors and EP <= 64: U, N, least, warps, stages = ratio, 64, 64, 4, 5
     else: U, N, least, warps, stages = ratio, 16, 64, 1, 5 if EP <= 64 else 6
-    if coded and U == ratio and N < 128: N, warps = (128, 4) if N == 64 else (32, 1 if EP <= 64 else 2)    # as many bytes a tile
+    if coded and U == ratio:     # as many bytes a tile, and a token for each thread: with fewer, all of them fetch all scales
+        N, warps, stages = (128, 4, 5) if B * G <= 4 * processors and EP <= 64 else (32, 1, 5) if EP <= 64 else (64, 2, 5)
     if itemsize > 2 or EP > 128: N, warps, stages = 32, 4, 2
     S = min(pow2(max(2 * processors // (B * H // U), 1)), 16, pow2(-(-max_len // least)))
     return AttendShape(U, M, N, S, least, warps, stages)
