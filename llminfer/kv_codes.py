@@ -20,6 +20,7 @@ def encode(
 ) -> tuple[Tensor, Tensor]: # codes [..., E], scales [...] float16
     "Numbers as codes and a scale a head; a head with a NaN gets a scale that is NaN."
     code, most = CODES[kind]
+    if x.dtype.itemsize == 2: x = x.float()     # or the quotients would be rounded twice, and a kernel's codes would be others
     scale = (x.abs().amax(-1) / most).to(torch.float16)
     y = x / torch.where(scale == 0, 1, scale.to(x.dtype)).unsqueeze(-1)
     if kind == "int8": y = torch.floor(y + 0.5)

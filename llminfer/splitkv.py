@@ -22,10 +22,11 @@ except ImportError:   # a machine without Triton can import this module; noteboo
     triton = tl = None  # type: ignore[assignment]
 
 # %% auto #0
-__all__ = ['jit', 'interpreted', 'turned', 'codes_of', 'as_kept', 'keep_head', 'rotate_kernel', 'Places', 'rotate_write',
-           'rope_tables', 'share_of', 'load_tile', 'scan_lanes', 'scan_dot', 'join_splits', 'fresh_rows', 'store_fresh',
-           'join_fresh', 'attend_kernel', 'hand_over', 'AttendShape', 'attend_shape', 'attend', 'prefill_kernel',
-           'prompt_tiles', 'prompt_tile', 'attend_prompt', 'stamp_kernel', 'stamp']
+__all__ = ['PTX', 'jit', 'interpreted', 'turned', 'codes_of', 'as_kept', 'keep_head', 'rotate_kernel', 'Places', 'rotate_write',
+           'rope_tables', 'share_of', 'expanded', 'load_scale', 'load_tile', 'scan_lanes', 'scan_dot', 'scan_codes',
+           'join_splits', 'fresh_rows', 'store_fresh', 'join_fresh', 'attend_kernel', 'hand_over', 'AttendShape',
+           'attend_shape', 'attend', 'prefill_kernel', 'prompt_tiles', 'prompt_tile', 'attend_prompt', 'stamp_kernel',
+           'stamp']
 
 # %% ../nbs/14a_splitkv.ipynb #1f48a6e6
 def jit(fn: Any) -> Any:
@@ -35,6 +36,8 @@ def jit(fn: Any) -> Any:
 def interpreted() -> bool:
     "Whether kernels run under Triton's interpreter, on the CPU."
     return triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+PTX = triton is not None and constexpr(not interpreted())   # whether kernels may name instructions of the device
 
 # %% ../nbs/14a_splitkv.ipynb #6563c136
 @jit
@@ -143,9 +146,33 @@ def share_of(p, s, S: constexpr, LEAST: constexpr, WINDOW: constexpr, FRESH: con
     lo = first + s * share
     return lo, tl.minimum(lo + share, last), used
 
-# %% ../nbs/14a_splitkv.ipynb #edf9ba8c
+# %% ../nbs/14a_splitkv.ipynb #dd516ccc
 @jit
-def load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G: constexpr, E: constexpr, EP: constexpr, BLOCK: constexpr):
+def expanded(codes, EARLY: constexpr):
+    "Codes as float16, which holds each of them exactly. EARLY: before they are laid out for a product, else Triton may do that first."
+    if codes.dtype.primitive_bitwidth > 8: out = codes
+    elif not PTX: out = codes.to(tl.float32).to(tl.float16)
+    elif codes.dtype == tl.int8:
+        out = tl.inline_asm_elementwise("{ .reg .b32 u, a, b, c; xor.b32 u, $2, 0x80808080; mov.b32 c, 0xE480E480; prmt.b32 a, u, 0x64646464, 0x4140; "
+            "prmt.b32 b, u, 0x64646464, 0x4342; add.rn.f16x2 $0, a, c; add.rn.f16x2 $1, b, c; }",
+            "=r,=r,r", [codes], tl.float16, not EARLY, 4)
+    else:
+        out = tl.inline_asm_elementwise("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [codes], tl.float16, not EARLY, 4)
+    return out
+
+@jit
+def load_scale(scales, head, ok, g, G: constexpr, AHEAD: constexpr):
+    "Scales at `head` [N]; AHEAD: in words of two heads, since 4 bytes are the least that is copied ahead."
+    if AHEAD and G % 2 == 0:
+        w = tl.load(scales.to(tl.pointer_type(tl.int32), bitcast=True) + (head >> 1), mask=ok, other=0)
+        s = (w >> g % 2 * 16).to(tl.int16).to(tl.float16, bitcast=True)
+    else: s = tl.load(scales + head, mask=ok, other=0.0)
+    return s.to(tl.float32)
+
+@jit
+def load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G: constexpr, E: constexpr, EP: constexpr, BLOCK: constexpr,
+              AHEAD: constexpr = False):
     "Keys and values of head g at positions i [N] of the row whose blocks are at `table`: [N, EP] each, zeros where not ok; their scales."
     e = tl.arange(0, EP)[None, :]
     page = tl.load(table + i // BLOCK, mask=ok, other=0).to(tl.int64)
@@ -153,8 +180,7 @@ def load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G: constexpr, E
     cell, m = (head * E)[:, None] + e, ok[:, None] & (e < E)
     k, v = tl.load(k_pool + cell, mask=m, other=0.0), tl.load(v_pool + cell, mask=m, other=0.0)
     if k_pool.dtype.element_ty.primitive_bitwidth == 8:
-        sk = tl.load(k_scale + head, mask=ok, other=0.0).to(tl.float32)
-        sv = tl.load(v_scale + head, mask=ok, other=0.0).to(tl.float32)
+        sk, sv = load_scale(k_scale, head, ok, g, G, AHEAD), load_scale(v_scale, head, ok, g, G, AHEAD)
     else: sk, sv = 1.0, 1.0
     return k, v, sk, sv
 
@@ -171,12 +197,12 @@ def scan_lanes(q, k_pool, v_pool, k_scale, v_scale, table, g, lo, hi, scale, G: 
         i = at + n
         ok = i < hi
         k, v, sk, sv = load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G, E, EP, BLOCK)
-        x = tl.where(ok, tl.sum(q * k.to(tl.float32), 1) * scale * sk, -1.0e30)
+        x = tl.where(ok, tl.sum(q * expanded(k, False).to(tl.float32), 1) * scale * sk, -1.0e30)
         new = tl.maximum(m, x)
         keep = tl.exp2(m - new)
         w = tl.where(ok, tl.exp2(x - new), 0.0)
         l = l * keep + w
-        acc = acc * keep[:, None] + (w * sv)[:, None] * v.to(tl.float32)
+        acc = acc * keep[:, None] + (w * sv)[:, None] * expanded(v, False).to(tl.float32)
         m = new
     top = tl.max(m[None, :], 1)
     part = tl.exp2(m - tl.max(m, 0))
@@ -205,6 +231,34 @@ def scan_dot(q, pos, k_pool, v_pool, k_scale, v_scale, table, g, lo, hi, scale, 
         acc = acc * keep[:, None] + tl.dot((w * sv).to(q.dtype), v.to(q.dtype), input_precision="ieee")
         m = new
     return m, l, acc
+
+# %% ../nbs/14a_splitkv.ipynb #398a330f
+@jit
+def scan_codes(q, pos, k_pool, v_pool, k_scale, v_scale, table, g, lo, hi, scale, M: constexpr, G: constexpr, E: constexpr, EP: constexpr,
+               N: constexpr, BLOCK: constexpr, CAUSAL: constexpr, WINDOW: constexpr):
+    "`scan_dot` over coded pages: products of codes in float16, the scales beside them."
+    if q.dtype == tl.bfloat16:      # its largest number becomes 1
+        top = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), 1.0e-20)
+        q, scale = (q.to(tl.float32) / top).to(tl.float16), scale * top
+    m = tl.full((M,), -1.0e30, tl.float32)      # before `scale`
+    l = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, EP), tl.float32)
+    for at in range(lo, hi, N):
+        i = at + tl.arange(0, N)
+        ok = i < hi
+        k, v, sk, sv = load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G, E, EP, BLOCK, not CAUSAL)
+        see = ok[None, :]
+        if CAUSAL: see = see & (i[None, :] <= pos[:, None])
+        if CAUSAL and WINDOW > 0: see = see & (i[None, :] > pos[:, None] - WINDOW)
+        x = tl.dot(q, tl.trans(expanded(k, False).to(q.dtype)), input_precision="ieee") * sk + tl.where(see, 0.0, -1.0e30)
+        new = tl.maximum(m, tl.max(x, 1))
+        keep = tl.exp2((m - new) * scale)
+        w = tl.exp2(x * scale - (new * scale - 6.0)[:, None])      # 64 times what it is: small ones stay in float16's range
+        if CAUSAL: w = tl.where(see, w, 0.0)
+        l = l * keep + tl.sum(w, 1)
+        acc = acc * keep[:, None] + tl.dot((w * sv).to(q.dtype), expanded(v, True).to(q.dtype), input_precision="ieee")
+        m = new
+    return m * scale - 6.0, l, acc
 
 # %% ../nbs/14a_splitkv.ipynb #989151ca
 @jit
@@ -250,9 +304,12 @@ def join_fresh(m, l, acc, y, v, k, scale):
 @jit
 def attend_kernel(q, weight, k_pool, v_pool, k_scale, v_scale, out, part, stat, count, table, rows, positions, act, cos, sin, eps, scale,
                   width, H: constexpr, G: constexpr, E: constexpr, EP: constexpr, U: constexpr, M: constexpr, R: constexpr, N: constexpr,
-                  BLOCK: constexpr, S: constexpr, LEAST: constexpr, WINDOW: constexpr, FRESH: constexpr, NORM: constexpr):
-    "Attention of one token a place; U query heads a program in M rows, S splits. FRESH: q is the product of QKV, read in R rows."
-    b, unit, s = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+                  BLOCK: constexpr, S: constexpr, LEAST: constexpr, WINDOW: constexpr, FRESH: constexpr, NORM: constexpr,
+                  HEADS: constexpr):
+    """Attention of one token a place; U query heads a program in M rows, S splits. FRESH: q is the product of QKV, read in R rows.
+
+    HEADS: the units of a place are neighbours in the grid."""
+    b, unit, s = tl.program_id(1 if HEADS else 0).to(tl.int64), tl.program_id(0 if HEADS else 1), tl.program_id(2)
     j, e = tl.arange(0, M)[:, None], tl.arange(0, EP)[None, :]
     keep, head, g = (j < U) & (e < E), b * H + unit * U + j, unit * U // (H // G)
     live, at, row = tl.load(act + b), tl.load(positions + b), tl.load(rows + b)
@@ -274,8 +331,9 @@ def attend_kernel(q, weight, k_pool, v_pool, k_scale, v_scale, out, part, stat, 
         if M == 1:
             m, l, acc = scan_lanes(x.to(tl.float32), k_pool, v_pool, k_scale, v_scale, blocks, g, lo, hi, scale, G, E, EP, N, BLOCK)
         else:
-            m, l, acc = scan_dot(x, tl.full((M,), p, tl.int32), k_pool, v_pool, k_scale, v_scale, blocks, g, lo, hi, scale, M, G, E, EP, N,
-                                 BLOCK, False, 0)
+            scan: constexpr = scan_codes if k_pool.dtype.element_ty.primitive_bitwidth == 8 else scan_dot
+            m, l, acc = scan(x, tl.full((M,), p, tl.int32), k_pool, v_pool, k_scale, v_scale, blocks, g, lo, hi, scale, M, G, E, EP, N,
+                             BLOCK, False, 0)
         if FRESH:
             if s == 0: m, l, acc = join_fresh(m, l, acc, x, v, k, scale)
         if used == 1: tl.store(out + head * E + e, acc / l[:, None], mask=keep)
@@ -306,13 +364,16 @@ class AttendShape:
     S: int        # splits
     least: int    # fewest tokens of a share
     warps: int
-    stages: int   # tiles loaded ahead
+    stages: int   # tiles loaded ahead: (stages - 1) // 2 of keys and values, whose pages must be there first
+    regs: int | None = None   # most registers of a thread
+    heads: bool = False       # units of a place beside each other
 
 def attend_shape(
     B: int, H: int, G: int, E: int,
     max_len: int,         # most tokens of a row
     itemsize: int = 2,    # bytes of a number
     processors: int = 132,
+    coded: bool = False,  # pages of 8 bits
 ) -> AttendShape:
     "The launch for a batch of B."
     ratio, EP = H // G, pow2(E)
@@ -321,6 +382,8 @@ def attend_shape(
     elif B * G <= processors: U, N, least, warps, stages = ratio, 128, 80, 8 if EP <= 64 else 4, 3
     elif B * G <= 4 * processors and EP <= 64: U, N, least, warps, stages = ratio, 64, 64, 4, 5
     else: U, N, least, warps, stages = ratio, 16, 64, 1, 5 if EP <= 64 else 6
+    if coded and U == ratio:     # as many bytes a tile, and a token for each thread: with fewer, all of them fetch all scales
+        N, warps, stages = (128, 4, 5) if B * G <= 4 * processors and EP <= 64 else (32, 1, 5) if EP <= 64 else (64, 2, 5)
     if itemsize > 2 or EP > 128: N, warps, stages = 32, 4, 2
     S = min(pow2(max(2 * processors // (B * H // U), 1)), 16, pow2(-(-max_len // least)))
     return AttendShape(U, M, N, S, least, warps, stages)
@@ -333,16 +396,18 @@ def attend(att: PagedAttention, layer: int, q: Tensor, weight: Tensor | None, ep
     "Each live place attends to its row's pages up to its own position; the others give 0."
     kv, H, B, c = att.kv, att.n_heads, q.shape[0], shape
     G, E = kv.n_kv_heads, kv.head_dim
-    if c is None: c = attend_shape(B, H, G, E, at.st.max_model_len, q.element_size())
+    if c is None: c = attend_shape(B, H, G, E, at.st.max_model_len, q.element_size(), coded=kv.pages(layer)[0].element_size() == 1)
     M = 1 if c.M == 1 else max(c.M, pow2(c.U + 1))   # a group's tile has a row for the new key
     out, part, stat = q.new_empty(B, H * E), count, count
     if c.S > 1:
         part = torch.empty(B * H * c.S * pow2(E), dtype=torch.float32, device=q.device)
         stat = torch.empty(B * H * c.S * 2, dtype=torch.float32, device=q.device)
-    attend_kernel[(B, H // c.U, c.S)](q, q if weight is None else weight, *kv.pages(layer), out, part, stat, count,
+    grid = (H // c.U, B, c.S) if c.heads else (B, H // c.U, c.S)
+    attend_kernel[grid](q, q if weight is None else weight, *kv.pages(layer), out, part, stat, count,
         at.st.table, at.rows, at.positions, at.act, at.cos, at.sin, eps, att.scale * math.log2(math.e), at.st.table.shape[1],
         H=H, G=G, E=E, EP=pow2(E), U=c.U, M=M, R=max(M, 2), N=c.N, BLOCK=kv.block_size, S=c.S, LEAST=c.least,
-        WINDOW=att.windows[layer] or 0, FRESH=fresh, NORM=weight is not None, num_warps=c.warps, num_stages=c.stages)
+        WINDOW=att.windows[layer] or 0, FRESH=fresh, NORM=weight is not None, HEADS=c.heads, num_warps=c.warps, num_stages=c.stages,
+        maxnreg=c.regs)
     return out
 
 # %% ../nbs/14a_splitkv.ipynb #2d30eb4c
@@ -358,8 +423,9 @@ def prefill_kernel(q, k_pool, v_pool, k_scale, v_scale, out, tiles, table, rows,
     x = tl.load(q + cell, mask=m, other=0.0)
     lo = tl.maximum(start + 1 - WINDOW, 0) if WINDOW > 0 else start * 0
     blocks = table + tl.load(rows + tl.load(tile)) * width
-    _, l, acc = scan_dot(x, start + j, k_pool, v_pool, k_scale, v_scale, blocks, h // (H // G), lo, start + n, scale, M, G, E, EP, N, BLOCK,
-                         True, WINDOW)
+    scan: constexpr = scan_codes if k_pool.dtype.element_ty.primitive_bitwidth == 8 else scan_dot
+    _, l, acc = scan(x, start + j, k_pool, v_pool, k_scale, v_scale, blocks, h // (H // G), lo, start + n, scale, M, G, E, EP, N, BLOCK,
+                     True, WINDOW)
     tl.store(out + cell, acc / l[:, None], mask=m)
 
 def prompt_tiles(starts: list[int], lengths: list[int], M: int) -> np.ndarray: # [n, 4] int32

@@ -52,11 +52,26 @@ def test_decode_attention(E, H, G, dtype, block):
         assert a.count.abs().max() == 0
 
 
+def same_codes(x, ref, layer):
+    "Rows whose new token has the reference's codes: most; the codes of the others are neighbours, since a key may round to the other side."
+    slots, same = ref.st.table[ref.at.rows, ref.at.positions // 16].long() * 16 + ref.at.positions % 16, ~ref.live
+    steps = []
+    for mine, theirs in zip(x.kv.pages(layer)[:2], ref.kv.pages(layer)[:2]):
+        places = [t.view(torch.int8).flatten(0, 1)[slots].int() for t in (mine, theirs)]
+        if mine.dtype != torch.int8: places = [torch.where(p < 0, -128 - p, p) for p in places]      # fp8 is a sign and a magnitude
+        steps.append((places[0] - places[1]).abs().flatten(1))
+    steps = torch.cat(steps, 1)[ref.live]
+    assert steps.max() <= 1 and (steps > 0).float().mean() < 0.01
+    same[ref.live] = (steps == 0).all(1)
+    assert same.float().mean() > 0.5
+    return same
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("E, H, G, dtype", [(64, 12, 4, torch.bfloat16), (128, 16, 8, torch.bfloat16), (96, 6, 2, torch.float16), (128, 8, 2, torch.float32)], ids=str)
 def test_coded_pages(E, H, G, dtype, kind):
-    "Decode and a prompt over 8-bit pages against the reference that decodes them; a code may fall to the other side of a step, no more."
+    "Decode and a prompt over 8-bit pages against the reference that decodes them; where a code fell to the other side of a step, that much."
     for rows in (2, 70):
         a, b, c = scenes(3, rows, E, H, G, 16, 100, dtype, 400, rows, kv_dtype=kind)
         for layer in range(2):
@@ -64,9 +79,9 @@ def test_coded_pages(E, H, G, dtype, kind):
             want = b.att.decode(layer, q, k, v, b.att.decode_meta(b.st.table[:rows], b.at.positions, b.live)).reshape(rows, -1)
             got = attend(a.att, layer, rotate_write(a.att, layer, a.qkv, a.weight, 1e-6, a.at), a.weight, 1e-6, a.at, a.count)
             once = attend(c.att, layer, c.qkv, c.weight, 1e-6, c.at, c.count, fresh=True)
-            for out in (got, once):
-                off = (out.float() - want.float()).abs()
-                assert not out.isnan().any() and off.max() < 5e-2 and off.flatten().quantile(0.97) < TOL[dtype]
+            for x, out in ((a, got), (c, once)):
+                off, same = (out.float() - want.float()).abs(), same_codes(x, b, layer)
+                assert not out.isnan().any() and off[same].max() < 5e-2 and off.max() < 0.3 and off.flatten().quantile(0.97) < TOL[dtype]
         n, at = min(int(a.lens[0]), 300), torch.arange(rows, device="cuda")
         if a.live[0] and n > 40:                                                  # a prompt's second chunk over the same pages
             tiles = torch.from_numpy(prompt_tiles([n - 40], [40], prompt_tile(E, dtype.itemsize))).cuda()
