@@ -48,12 +48,12 @@ ranks() {
     tests 0,1 120 tests_ranks -x tests/gpu/test_parallel_gpu.py
     step 0,1 420 tensor_parallel python3 benchmarks/tensor_parallel.py --judged 8 --pairs 5 --out "$OUT/tensor_parallel.json"
 }
-serve() { step "$1" 330 serve python3 benchmarks/serve_vs_vllm.py --vllm-site /tmp/site --ours-site /tmp/extra --logs "$OUT" --out "$OUT/serve_vs_vllm.json"; }
-backend() { PYTHONPATH=.:tests:/tmp/site VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 tests "$1" 240 tests_vllm -s tests/gpu/test_vllm_gpu.py; }
+serve() { step "$1" 340 serve python3 benchmarks/serve_vs_vllm.py --vllm-site /tmp/site --ours-site /tmp/extra --logs "$OUT" --out "$OUT/serve_vs_vllm.json"; }
+backend() { PYTHONPATH=.:tests:/tmp/site VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 tests "$1" 200 tests_vllm -s -k "${VLLM_TESTS:-32 or 16}" tests/gpu/test_vllm_gpu.py; }
 vllm() {
     mkdir -p /tmp/site; cat /tmp/parts/vllm.part.* | python3 -c "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|xz').extractall('/tmp/site')"
     python3 -m compileall -q -j 16 /tmp/site > /dev/null 2>&1
-    both backend serve
+    both serve backend
 }
 
 mkdir -p /tmp/extra

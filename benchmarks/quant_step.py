@@ -118,7 +118,7 @@ def main():
             w = World(model, B, a.context)
             base[B] = time_step(full_step(LayerProgram(model, w.attention), w, distinct=True), w, 8)
             x = {part: torch.randn(B, getattr(model.layers[0], part).weight.shape[1], dtype=model.dtype, device="cuda") for part in PARTS}
-            alone = {part: time_step(lambda: [F.linear(x[part], getattr(layer, part).weight) for layer in model.layers], w, 5, 3) / len(model.layers) for part in PARTS}
+            alone = {part: time_step(lambda part=part, layers=model.layers: [F.linear(x[part], getattr(layer, part).weight) for layer in layers], w, 5, 3) / len(model.layers) for part in PARTS}
             print(f"{name} bf16 B{B} {base[B]:.1f} us; cuBLAS alone, a layer:", {part: round(us, 1) for part, us in alone.items()}, flush=True)
         for kind in a.kinds:
             q = quantised(model, KINDS[kind])

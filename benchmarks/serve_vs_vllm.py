@@ -37,11 +37,12 @@ class Server:
         self.arm, self.port, self.t0 = arm, free_port(), time.perf_counter()
         rows, path = max(a.streams), [str(ROOT), a.ours_site if arm == "ours" else ""]
         where = ["--host", "127.0.0.1", "--port", str(self.port), "--max-num-seqs", str(max(rows, 8)), "--max-model-len", str(a.input + a.output + 64)]
-        if arm == "ours": cmd = [sys.executable, "-m", "llminfer", "serve", "--model", str(folder), "--served-model-name", "m", "--device", a.device, "--no-prefix-cache", *where]
+        if arm == "ours": cmd = [sys.executable, "-m", "llminfer", "serve", "--model", str(folder), "--served-model-name", "m", "--device", a.device, "--dtype", a.dtype, "--no-prefix-cache",
+            *(["--gpu-memory-utilization", "0.3"] if a.device == "cuda" else []), *where]
         else:
             path.insert(0, a.vllm_site)
             cmd = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "m", "--dtype", "bfloat16", "--no-enable-prefix-caching",
-                   "--gpu-memory-utilization", "0.4", "--no-enable-log-requests", *where]
+                   "--gpu-memory-utilization", "0.4", "--kv-cache-memory-bytes", str(8 << 30), "--no-enable-log-requests", *where]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in path if p), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         self.log = Path(a.logs) / f"serve-{arm}.log"
         with open(self.log, "wb") as f: self.proc = subprocess.Popen(cmd, stdout=f, stderr=f, env=env, start_new_session=True)
@@ -126,8 +127,8 @@ def main() -> None:
         folder, servers, kept = bundle_to_hf(make_bundle(Path(tmp) / "bundle", a.preset), Path(tmp) / "hf"), dict[str, Server](), dict[str, dict[str, Any]]()
         a.tokenizer = load_tokenizer(open_checkpoint(folder).tokenizer)
         try:
-            for arm in a.arms: servers[arm] = Server(arm, folder, a)
-            for arm in list(servers):
+            for arm in a.arms:               # one behind the other: vLLM measures what memory is left
+                servers[arm] = Server(arm, folder, a)
                 try: data["ready_s"][arm] = round(servers[arm].wait(240), 1)
                 except ArmError as e: data["errors"][arm] = str(e)
                 if arm in data["errors"]: servers.pop(arm).stop()

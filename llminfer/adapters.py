@@ -344,14 +344,16 @@ class Places:
     kernels = False                    # the program runs our own kernels
     side: Any = None                   # a stream beside the one of the base products
     slots: Tensor | None = None        # [T] int64, 0: none
-    others: Tensor | None = None       # [T, slots] bool: columns that are not the place's own
+    mask: Tensor | None = None
 
     def seat(self, slots: Tensor | None) -> None:
         "Begin a launch; None: it is over."
-        self.slots = self.others = None
-        if slots is None or not self.n_slots: return
-        self.slots = slots
-        self.others = slots[:, None] != torch.arange(1, self.n_slots + 1, device=slots.device)
+        self.slots, self.mask = slots if self.n_slots else None, None
+
+    def others(self, slots: Tensor) -> Tensor: # [T, slots] bool
+        "Columns that are not the place's own, made once a launch if somebody asks."
+        if self.mask is None: self.mask = slots[:, None] != torch.arange(1, self.n_slots + 1, device=slots.device)
+        return self.mask
 
 # %% ../nbs/18_adapters.ipynb #d69700c1
 class LoraLinear:
@@ -367,11 +369,11 @@ class LoraLinear:
 
     def __call__(self, x: Tensor) -> Tensor: # [T, K] -> [T, N]
         at = self.places
-        if self.a is None or at.slots is None or at.others is None: return self.base(x)
+        if self.a is None or at.slots is None: return self.base(x)
         if at.kernels and tile_width(self.cuts) >= 16: return self.fused(x, self.a, at.slots)
         y = self.base(x)
         if x.shape[0] + FEW <= self.a.shape[1]: own_pairs(y, x, self.a, self.b, self.cuts, at.slots)
-        else: all_pairs(y, x, self.a, self.b, self.cuts, at.others)
+        else: all_pairs(y, x, self.a, self.b, self.cuts, at.others(at.slots))
         return y
 
     def fused(self, x: Tensor, a: Tensor, slots: Tensor) -> Tensor: # [T, K] -> [T, N]
