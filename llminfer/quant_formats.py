@@ -204,9 +204,10 @@ def load_quantized(
     kind, stored = resolve_dtype(dtype, str(device)), ckpt.quantization
     if stored and plan.mode != "none":
         raise ConfigError(f"quant mode {plan.mode!r}: {ckpt.name} is quantised already ({stored.get('quant_method')}); leave it at none")
-    if stored: model = from_codes(ckpt, stored, plan, kind, device)
-    elif plan.mode == "gguf": model = from_gguf(ckpt, plan, kind, device)
-    else: model = load_model(ckpt, kind, device, quant_factory(plan, ckpt.config, kind, device))
+    with one_thread(device):
+        if stored: model = from_codes(ckpt, stored, plan, kind, device)
+        elif plan.mode == "gguf": model = from_gguf(ckpt, plan, kind, device)
+        else: model = load_model(ckpt, kind, device, quant_factory(plan, ckpt.config, kind, device))
     accelerate(model, kernels)
     return model
 
@@ -218,7 +219,7 @@ def from_codes(ckpt: Checkpoint, quant: Mapping[str, Any], plan: QuantPlan, dtyp
     def make(names: Sequence[str], bias: Tensor | None, name: str) -> QuantLinear: return s.linear(names, bias, name, device, plan)
     linear = kept_factory(codes, make, config, default_linear(dtype, torch.device(device)))
     tensors = StandIns(Weights(raw, dtype, device), codes)
-    with one_thread(device): return Transformer.from_tensors(config, tensors, dtype, device, linear)
+    return Transformer.from_tensors(config, tensors, dtype, device, linear)
 
 # %% ../nbs/17b_quant_formats.ipynb #df6902f0
 def from_gguf(ckpt: Checkpoint, plan: QuantPlan, dtype: torch.dtype, device: str | torch.device) -> Transformer:
@@ -234,7 +235,7 @@ def from_gguf(ckpt: Checkpoint, plan: QuantPlan, dtype: torch.dtype, device: str
         return gguf_linear([raw[f"{n}.weight"] for n in ns], bias, name, device)
     linear = kept_factory(codes, make, c, default_linear(dtype, torch.device(device)))
     tensors = StandIns(Weights(raw, dtype, device), codes)
-    with one_thread(device): return Transformer.from_tensors(c, tensors, dtype, device, linear)
+    return Transformer.from_tensors(c, tensors, dtype, device, linear)
 
 def _product_names(c: ModelConfig) -> list[str]:
     layers = [f"layers.{i}.{p}" for i in range(c.n_layers) for p in ("qkv", "o", "gate_up", "down")]

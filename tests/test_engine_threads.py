@@ -254,3 +254,22 @@ def test_a_forked_child_can_use_the_engine(tmp_path):   # B40
 
 
 # Settings
+
+TEAM = """
+import os, sys
+import llminfer, torch
+from llminfer import EngineConfig, InferenceEngine
+from llminfer.loading import make_tiny
+folder, tasks = make_tiny(sys.argv[1] + "/tiny", "llama", 0), lambda: len(os.listdir("/proc/self/task"))
+torch.set_num_threads(2)
+before, e = tasks(), InferenceEngine(EngineConfig(model_name=str(folder), backend=sys.argv[2], device="cpu", max_model_len=512))
+e.load()
+print(tasks() - before, torch.get_num_threads(), os.environ["GOMP_SPINCOUNT"])
+"""
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.parametrize("backend", ["paged", "eager"])
+def test_loading_leaves_no_team_of_openmp_threads(backend, tmp_path):
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    p = subprocess.run([sys.executable, "-c", TEAM, str(tmp_path), backend], capture_output=True, text=True, timeout=120, env=env)
+    assert p.stdout.split() == ["1", "2", "5000"], p.stdout + p.stderr[-2000:]     # the engine's thread, and no other
