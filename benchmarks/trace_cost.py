@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from llminfer.artifacts import environment
+from llminfer.assembly import choose_parts
+from llminfer.config import EngineConfig
 from llminfer.core import CoreConfig, EngineCore, generate, make_core
 from llminfer.loading import load_model, make_tiny, open_checkpoint
 from llminfer.request import SamplingParams
@@ -26,8 +28,10 @@ def measure(model: Any, rows: int, n: int, rounds: int, window: int) -> dict[str
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, model.config.vocab_size - 1, 24).tolist() for _ in range(rows)]
     trace = Trace(capacity=50_000)
-    core = make_core(model, CoreConfig(n_blocks=256, max_num_seqs=rows, max_model_len=512, window_steps=window, max_in_flight=2 if window > 1 else 1, prefix_cache=False), trace)
-    tokens_a_second(core, prompts, n)
+    parts = choose_parts(EngineConfig(device=model.device.type), model)
+    limits = CoreConfig(n_blocks=256, max_num_seqs=rows, max_model_len=512, window_steps=window, max_in_flight=2 if window > 1 else 1, prefix_cache=False)
+    core = make_core(model, limits, trace, runner=parts.runner, program=parts.program)
+    for _ in range(1 if model.device.type == "cpu" else 4): tokens_a_second(core, prompts, n)      # steps are captured in the first turns
     off, on = list[float](), list[float]()
     for k in range(2 * rounds):
         trace.enabled = (k % 2 == 1) ^ (k // 2 % 2 == 1)       # off on, on off, ...

@@ -22,7 +22,7 @@ from .cli_bench import BenchCommand, CompareFlags, LoadFlags, ResultFlags, RunFl
 from .cli_trace import trace_command
 
 # %% auto #0
-__all__ = ['GROUPS', 'FLAGS', 'FIELD', 'KINDS', 'TYPES', 'NO_ROOM', 'app', 'Prompt', 'Samples', 'COLOURS', 'OLDER', 'in_flags',
+__all__ = ['GROUPS', 'FLAGS', 'FIELD', 'KINDS', 'TYPES', 'NO_ROOM', 'app', 'Prompt', 'Samples', 'OLDER', 'COLOURS', 'in_flags',
            'given', 'usage', 'failure', 'fill_streams', 'drop_output', 'exit_code', 'OneLineGroup', 'main', 'generate',
            'token_lines', 'put_result', 'run', 'put_chunk', 'stream', 'pull', 'make_bundle', 'Check', 'check_linear',
            'probe', 'check_attention', 'check_prefix', 'check_environment', 'run_checks', 'put_panel', 'put_info',

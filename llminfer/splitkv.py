@@ -386,7 +386,7 @@ def attend_shape(
         N, warps, stages = (128, 4, 5) if B * G <= 4 * processors and EP <= 64 else (32, 1, 5) if EP <= 64 else (64, 2, 5)
     if itemsize > 2 or EP > 128: N, warps, stages = 32, 4, 2
     S = min(pow2(max(2 * processors // (B * H // U), 1)), 16, pow2(-(-max_len // least)))
-    return AttendShape(U, M, N, S, least, warps, stages)
+    return AttendShape(U, M, N, S, least, warps, stages, heads=coded and B * G > 4 * processors)
 
 # %% ../nbs/14a_splitkv.ipynb #6b6fcd17
 def attend(att: PagedAttention, layer: int, q: Tensor, weight: Tensor | None, eps: float, at: Places, count: Tensor,

@@ -13,7 +13,7 @@ from llminfer.loading import load_model, make_tiny, open_checkpoint
 from llminfer.request import GenerationRequest
 
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-SHAPE = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=8192, max_position_embeddings=4096)
+SHAPE = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096)      # 512 ids, as many as the tokenizer has
 
 
 def requests(n, **kw): return [GenerationRequest(f"Request number {i} " * (2 * i + 1), **{"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True} | kw) for i in range(n)]
