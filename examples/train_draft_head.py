@@ -132,7 +132,8 @@ def main():
             print(f"{clock() - start:4.0f} s, {seen} texts: loss {sum(losses) / len(losses):.3f}, "
                 f"held-out acceptance {acceptance(source, words, held)}", flush=True)
     final = acceptance(source, words, held)
-    save_head(a.out, {k: tensors[k].detach().cpu() for k in HEAD_PARTS} | {"words": words.cpu()}, a.model, acceptance=final, texts=len(texts),
+    trained = {k: tensors[k].detach().cpu() for k in HEAD_PARTS} | {"words": words.cpu()}
+    save_head(a.out, trained, a.model, acceptance=final, texts=len(texts),
         texts_seen=seen, seconds=round(clock() - start))
     print(f"saved in {a.out}: held-out acceptance of the first, second and third guess {final}")
 

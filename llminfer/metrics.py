@@ -66,7 +66,8 @@ COUNTERS: dict[str, str] = {
 
 OWN_COUNTERS: dict[str, str] = {
     "engine_restarts": "times that the engine died and came back", "engine_deaths": "times that the engine died",
-    "engine_hangs": "steps or silences of the engine that took longer than they may", "slow_readers": "streams cancelled because nobody read them",
+    "engine_hangs": "steps or silences of the engine that took longer than they may",
+    "slow_readers": "streams cancelled because nobody read them",
     "disconnects": "requests whose reader left", "expired": "requests whose time was up, by clock"}
 
 ENDPOINTS = ("completions", "chat_completions", "responses", "tokenize", "detokenize", "models")   # others are `other`

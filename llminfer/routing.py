@@ -229,8 +229,8 @@ def merge_states(answers: Mapping[str, Answer], state: str | None = None) -> dic
     first: dict[str, Any] = next(iter(each.values()), {})
     down = state is None and bool(each) and all(e.get("status") == "down" for e in each.values())
     status = "dead" if best == "dead" else "down" if down else "ok"
-    return {"status": status, "why": first.get("why") if down else None, "ready": best == "ready", "state": best, "model": first.get("model"),
-        "backend": first.get("backend"), **counts, "replicas": {k: e["state"] for k, e in each.items()}}
+    return {"status": status, "why": first.get("why") if down else None, "ready": best == "ready", "state": best,
+        "model": first.get("model"), "backend": first.get("backend"), **counts, "replicas": {k: e["state"] for k, e in each.items()}}
 
 # %% ../nbs/26c_routing.ipynb #9b07081d
 _log, _access = logging.getLogger("llminfer.scaling"), logging.getLogger("llminfer.access")

@@ -153,8 +153,8 @@ def expanded(codes, EARLY: constexpr):
     if codes.dtype.primitive_bitwidth > 8: out = codes
     elif not PTX: out = codes.to(tl.float32).to(tl.float16)
     elif codes.dtype == tl.int8:
-        out = tl.inline_asm_elementwise("{ .reg .b32 u, a, b, c; xor.b32 u, $2, 0x80808080; mov.b32 c, 0xE480E480; prmt.b32 a, u, 0x64646464, 0x4140; "
-            "prmt.b32 b, u, 0x64646464, 0x4342; add.rn.f16x2 $0, a, c; add.rn.f16x2 $1, b, c; }",
+        out = tl.inline_asm_elementwise("{ .reg .b32 u, a, b, c; xor.b32 u, $2, 0x80808080; mov.b32 c, 0xE480E480; "
+            "prmt.b32 a, u, 0x64646464, 0x4140; prmt.b32 b, u, 0x64646464, 0x4342; add.rn.f16x2 $0, a, c; add.rn.f16x2 $1, b, c; }",
             "=r,=r,r", [codes], tl.float16, not EARLY, 4)
     else:
         out = tl.inline_asm_elementwise("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
