@@ -97,7 +97,7 @@ class ServeFlags(EngineWords):
     request_timeout: Annotated[float | None, flag(SERVER, show_default="none",
         help="seconds a request may take, waiting included")] = None
     drain: Annotated[float, flag(SERVER, help="seconds that running answers get after the first signal")] = 30.0
-    hang_timeout: Annotated[float, flag(SERVER, help="most seconds of a step or silence; then requests fail, the process is killed")] = 600.0
+    hang_timeout: Annotated[float, flag(SERVER, help="seconds a step or silence may last; then its process is killed")] = 600.0
     max_body_mb: Annotated[float, flag(SERVER, help="largest request")] = 8.0
     keep_alive: Annotated[float, flag(SERVER, help="seconds between comments on a silent stream")] = 15.0
     reasoning_field: Annotated[str, flag(SERVER, help="where reasoning goes: both, reasoning or reasoning_content")] = "both"
