@@ -332,7 +332,8 @@ def quant_shape(p: QuantLinear, pair: bool, norm: bool = False) -> QuantShape:
     eight = isinstance(p, (Int8, Fp8))
     n = p.shape[1] // (4 if eight else 8)
     if pair and n >= 512: return QuantShape(8 if eight else 4, 512, 1, 4)
-    width = min(pow2(n), 512 if norm and eight and p.scale[0].numel() == 1 else 256)
+    wide = norm and isinstance(p, (Int8, Fp8)) and p.scale[0].numel() == 1
+    width = min(pow2(n), 512 if wide else 256)
     return QuantShape(4, width, min(-(-n // width), 2), max(1, width // 128))
 
 # %% ../nbs/17a_quant_kernels.ipynb #7e342325
