@@ -33,7 +33,7 @@ __all__ = ['PRODUCTS', 'REFUSED', 'IGNORED', 'PLAIN_INITS', 'PREFIX', 'STRANGERS
            'AdapterError', 'short_name', 'bad_adapter', 'check_kind', 'LoraConfig', 'read_words', 'read_numbers',
            'read_lora_config', 'Adapter', 'wanted_modules', 'read_adapter', 'tensor_name', 'content_digest',
            'check_names', 'read_pair', 'make_adapter', 'merged', 'own_pairs', 'all_pairs', 'pairs_kernel', 'add_pairs',
-           'tile_width', 'Places', 'LoraLinear', 'Stacks', 'write_slot', 'drop_stacks', 'stacks_svg']
+           'tile_width', 'Places', 'LoraLinear', 'fused', 'Stacks', 'write_slot', 'drop_stacks', 'stacks_svg']
 
 # %% ../nbs/18_adapters.ipynb #525e24c8
 PRODUCTS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}   # as `Layer` packs them
@@ -370,23 +370,10 @@ class LoraLinear:
     def __call__(self, x: Tensor) -> Tensor: # [T, K] -> [T, N]
         at = self.places
         if self.a is None or at.slots is None: return self.base(x)
-        if at.kernels and tile_width(self.cuts) >= 16: return self.fused(x, self.a, at.slots)
+        if at.kernels and tile_width(self.cuts) >= 16: return fused(self, x, self.a, at.slots)
         y = self.base(x)
         if x.shape[0] + FEW <= self.a.shape[1]: own_pairs(y, x, self.a, self.b, self.cuts, at.slots)
         else: all_pairs(y, x, self.a, self.b, self.cuts, at.others(at.slots))
-        return y
-
-    def fused(self, x: Tensor, a: Tensor, slots: Tensor) -> Tensor: # [T, K] -> [T, N]
-        "x times the A of all adapters beside the base product, then one kernel for the B of each place."
-        flat, side = a.view(-1, self.n_in), self.places.side
-        t = x.new_empty(len(x), len(flat))
-        if side is None: torch.mm(x, flat.t(), out=t)
-        else:
-            side.wait_stream(now := torch.cuda.current_stream())
-            with torch.cuda.stream(side): torch.mm(x, flat.t(), out=t)
-        y = self.base(x)
-        if side: now.wait_stream(side)
-        add_pairs(y, t, a, self.b, self.cuts, slots)
         return y
 
     def room(self, n_slots: int, rank: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -397,6 +384,20 @@ class LoraLinear:
             a[:, :S, :r] = self.a
             b[:S, :r] = self.b
         return a, b
+
+# %% ../nbs/18_adapters.ipynb #2c543384
+def fused(p: LoraLinear, x: Tensor, a: Tensor, slots: Tensor) -> Tensor: # [T, K] -> [T, N]
+    "x times the A of all adapters beside the base product, then one kernel for the B of each place."
+    flat, side = a.view(-1, p.n_in), p.places.side
+    t = x.new_empty(len(x), len(flat))
+    if side is None: torch.mm(x, flat.t(), out=t)
+    else:
+        side.wait_stream(now := torch.cuda.current_stream())
+        with torch.cuda.stream(side): torch.mm(x, flat.t(), out=t)
+    y = p.base(x)
+    if side: now.wait_stream(side)
+    add_pairs(y, t, a, p.b, p.cuts, slots)
+    return y
 
 # %% ../nbs/18_adapters.ipynb #0997b91e
 class Stacks:

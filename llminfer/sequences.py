@@ -14,8 +14,8 @@ from .interfaces import CacheFullError, Harvest, PrefillChunk, RowInit, RowStatu
 from .masks import Matcher
 
 # %% auto #0
-__all__ = ['END_REASONS', 'SchedulerConfig', 'Asked', 'Sequence', 'queue_key', 'n_blocks_for', 'Flight', 'Draft', 'Pilot',
-           'score_list', 'token_logprobs', 'check_prompt', 'check_room']
+__all__ = ['END_REASONS', 'SchedulerConfig', 'Asked', 'Sequence', 'queue_key', 'n_blocks_for', 'Flight', 'Draft', 'Hindsight',
+           'Pilot', 'score_list', 'token_logprobs', 'check_prompt', 'check_room']
 
 # %% ../nbs/10b_sequences.ipynb #c7521215
 @dataclass
@@ -138,42 +138,15 @@ class Draft:
     copies: list[tuple[int, int]] = field(default_factory=list)
     held: set[int] = field(default_factory=set)             # left out so that they settle and can be preempted
 
-# %% ../nbs/10b_sequences.ipynb #004c0c4c
-class Pilot:
-    "Chooses D, the tokens guessed ahead for a row, of each window, and how many steps it has."
-    sizes = (2, 4, 8, 16, 32, 64)   # a window's D where its steps have fixed shapes
-    places = 64                     # up to so many a step's time hardly depends on their number
-    worth = 0.15                    # right guesses a step and row that pay for such a step; measured where steps are timed
-    patience = 24                   # windows without guesses before the next try
+# %% ../nbs/10b_sequences.ipynb #fab2a4c6
+class Hindsight:
+    "What guesses brought, or had brought."
     few = 16                        # rows that the host may look up itself
     peek: Callable[[np.ndarray, int], tuple[int, np.ndarray]] | None = None   # `lookup` of notebook 16, if that is who guesses
-
     def __init__(self, cfg: SchedulerConfig): self.cfg, self.idle = cfg, 0
 
-    def choose(self, rows: Seq[Sequence] # that may decode in the window
-    ) -> int: # D
-        "As many as the rows may have, the step's budget allows and lately paid."
-        most = min(max((s.draft for s in rows), default=0), self.cfg.max_num_batched_tokens // max(len(rows), 1) - 1)
-        if most <= 0 or self.cfg.free_guesses: return max(most, 0)
-        gain, cheap = self.gain(rows), not self.cfg.draft_cost and len(rows) * (most + 1) <= self.places
-        D = most if cheap else min(next((d for d in self.sizes if d >= 2 * gain), most), most)
-        poor = gain < self.worth + D * self.cfg.draft_cost
-        self.idle = self.idle + 1 if poor else 0
-        return 0 if poor and (self.peek or self.idle % self.patience) else D
-
     def gain(self, rows: Seq[Sequence]) -> float: return sum(s.gain for s in rows if s.draft) / max(len(rows), 1)
-
-    def steps(self, K: int, rows: Seq[Sequence], D: int, young: bool) -> int:
-        "With guesses about as many tokens as without; few while the host knows little of a text."
-        if D and not self.cfg.free_guesses: return min(K, max(2, round(K / (1 + self.gain(rows)))))
-        return min(K, 4) if self.peek and young and len(rows) < self.few else K
-
     def young(self, s: Sequence) -> bool: return s.draft > 0 and s.n < s.n_prompt + 8
-
-    def fit(self, D: int, room: int) -> int:
-        "D if a step has `room` for so many guesses a row, else fewer; where shapes are fixed, one of few sizes."
-        if D <= room: return D
-        return room if self.cfg.free_guesses else max((d for d in self.sizes if d <= room), default=0)
 
     def note(self, s: Sequence, steps: int, accepted: int) -> None:
         "Steps with guesses have brought a sequence so many right ones."
@@ -192,6 +165,35 @@ class Pilot:
             right, at = int(wrong[0]) if len(wrong) else len(new), s.seen
             self.note(s, 1, right)
             s.seen = at + right + 1
+
+# %% ../nbs/10b_sequences.ipynb #004c0c4c
+class Pilot(Hindsight):
+    "Chooses D, the tokens guessed ahead for a row, of each window, and how many steps it has."
+    sizes = (2, 4, 8, 16, 32, 64)   # a window's D where its steps have fixed shapes
+    places = 64                     # up to so many a step's time hardly depends on their number
+    worth = 0.15                    # right guesses a step and row that pay for such a step; measured where steps are timed
+    patience = 24                   # windows without guesses before the next try
+
+    def choose(self, rows: Seq[Sequence] # that may decode in the window
+    ) -> int: # D
+        "As many as the rows may have, the step's budget allows and lately paid."
+        most = min(max((s.draft for s in rows), default=0), self.cfg.max_num_batched_tokens // max(len(rows), 1) - 1)
+        if most <= 0 or self.cfg.free_guesses: return max(most, 0)
+        gain, cheap = self.gain(rows), not self.cfg.draft_cost and len(rows) * (most + 1) <= self.places
+        D = most if cheap else min(next((d for d in self.sizes if d >= 2 * gain), most), most)
+        poor = gain < self.worth + D * self.cfg.draft_cost
+        self.idle = self.idle + 1 if poor else 0
+        return 0 if poor and (self.peek or self.idle % self.patience) else D
+
+    def steps(self, K: int, rows: Seq[Sequence], D: int, young: bool) -> int:
+        "With guesses about as many tokens as without; few while the host knows little of a text."
+        if D and not self.cfg.free_guesses: return min(K, max(2, round(K / (1 + self.gain(rows)))))
+        return min(K, 4) if self.peek and young and len(rows) < self.few else K
+
+    def fit(self, D: int, room: int) -> int:
+        "D if a step has `room` for so many guesses a row, else fewer; where shapes are fixed, one of few sizes."
+        if D <= room: return D
+        return room if self.cfg.free_guesses else max((d for d in self.sizes if d <= room), default=0)
 
 # %% ../nbs/10b_sequences.ipynb #5de53614
 def score_list(n: int, chosen: np.ndarray, ranks: np.ndarray, ids: np.ndarray, values: np.ndarray) -> list[Any]:
