@@ -1,8 +1,9 @@
 #!/bin/bash
 # Stages of a session on a machine with one GPU or two; each prints a short account and leaves records and logs in $OUT. gpu_pack.md says what each needs in /tmp/parts.
 #
-#   benchmarks/gpu_session.sh kernels     tests/gpu without the demo model, 8-bit KV, quantised products; and the launches that suit them
+#   benchmarks/gpu_session.sh kernels     tests/gpu without the demo model, 8-bit KV, quantised products and the launches that suit them
 #   benchmarks/gpu_session.sh demo        tests that want the demo model or bitsandbytes, speculation, a trained head, tracing; quantisation, adapters
+#   benchmarks/gpu_session.sh steps       FlashInfer (its wheels), sampled against greedy, tails, layers, the ladder
 #   benchmarks/gpu_session.sh ranks       two GPUs: tests of two ranks, two ranks against one GPU, two replicas against one
 #   benchmarks/gpu_session.sh vllm        the vllm backend, `llminfer serve` against `vllm serve`
 OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"
@@ -27,7 +28,7 @@ kernel_tests() {
 }
 codes() {
     step "$1" 80 kv_step python3 benchmarks/kv_step.py --batches 64 256 --contexts 320 1024
-    step "$1" 180 quant_step python3 benchmarks/quant_step.py --models qwen3-8b --kinds nf4 fp8 --batches 1 8 64 --tune
+    step "$1" 180 quant_step python3 benchmarks/quant_step.py --models qwen3-8b --kinds nf4 int4 fp8 --batches 1 8 64 --sweep 100
 }
 kernels() { both kernel_tests codes; }
 small() {
@@ -44,6 +45,14 @@ large() {
     step "$1" 90 quant_table python3 benchmarks/quant_table.py --models demo --device cuda --out "$OUT/quant_table_h200.json"
 }
 demo() { demo_model; both small large; }
+steps() {
+    step 0 120 build python3 benchmarks/ladder.py --build --models esme-214m
+    tests 0 120 flashinfer -n 6 tests/gpu/test_flashinfer.py
+    step 0 60 sampled python3 benchmarks/gpu_checks.py --only sampled --out "$OUT/gpu_checks.json"
+    step 0 50 tails python3 benchmarks/kernel_table.py --tails --out "$OUT/tails_h200.json"
+    step 0 30 layers python3 benchmarks/layer_table.py --models esme-214m --batches 8 16 1 --seconds 25 --out "$OUT/layers_h200.json"
+    step 0 75 ladder python3 benchmarks/ladder.py --models esme-214m --batches 1,8,64 --deadline 60 --out "$OUT/ladder.json"
+}
 ranks() {
     tests 0,1 120 tests_ranks -x tests/gpu/test_parallel_gpu.py
     step 0,1 420 tensor_parallel python3 benchmarks/tensor_parallel.py --judged 8 --pairs 5 --out "$OUT/tensor_parallel.json"

@@ -122,7 +122,8 @@ def main() -> None:
     a.dtype = "float32" if a.device == "cpu" else "bfloat16"
     gpu = torch.cuda.get_device_name() if a.device == "cuda" else None
     data: dict[str, Any] = {"kind": "serve_vs_vllm", "date": datetime.now(UTC).isoformat(timespec="seconds"), "model": f"esme-{a.preset}", "input": a.input, "output": a.output, "ready_s": {},
-        "environment": {"cpu": cpu_name(), "gpu": gpu, "python": platform.python_version(), "torch": torch.__version__}, "rows": [], "errors": {}}
+        "environment": {"cpu": cpu_name(), "gpu": gpu, "python": platform.python_version(), "torch": torch.__version__,
+        "vllm": next((p.name.split("-")[1] for p in Path(a.vllm_site or "none").glob("vllm-*.dist-info")), None)}, "rows": [], "errors": {}}
     with tempfile.TemporaryDirectory() as tmp:
         folder, servers, kept = bundle_to_hf(make_bundle(Path(tmp) / "bundle", a.preset), Path(tmp) / "hf"), dict[str, Server](), dict[str, dict[str, Any]]()
         a.tokenizer = load_tokenizer(open_checkpoint(folder).tokenizer)

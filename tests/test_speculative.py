@@ -154,7 +154,7 @@ def test_pilot_gives_up_and_tries_again():
     many = [s] * 16
     assert p.choose(many) == 2 and p.choose([s]) == 8          # few rows: as many as they may have, since a step's time hardly depends on it
     p.note(s, 8, 48)
-    assert s.gain > 4 and p.choose(many) == 8 and [p.steps(16, [s], d, False) for d in (0, 8)] == [16, 3]
+    assert s.gain > 4 and p.choose(many) == 8 and [p.steps(16, [s], d, []) for d in (0, 8)] == [16, 3]
     for _ in range(8): p.note(s, 8, 0)
     assert [p.choose([s]) for _ in range(2 * p.patience)].count(0) == 2 * p.patience - 2
     assert p.choose([]) == p.choose([replace_draft(s)]) == 0
@@ -168,7 +168,7 @@ def test_pilot_knows_what_guesses_had_brought():
         p, s = Pilot(SchedulerConfig(draft=4, free_guesses=False)), Sequence(0, SamplingParams(), np.array(text, np.int32), 14, 14, 40, draft=4, gain=0.0)
         p.peek, steps = lookup, []
         p.note, note = lambda s, n, right: (steps.append(right), note(s, n, right))[1], p.note
-        assert p.choose([s]) == 0 and p.steps(16, [s], 0, p.young(s)) == 4
+        assert p.choose([s]) == 0 and p.steps(16, [s], 0, [s]) == 4
         for k in sizes:
             s.n = min(s.n + k, 30)
             p.watch(s)
