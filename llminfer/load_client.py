@@ -18,9 +18,9 @@ from .drawing import PALETTE, QUIET, box, svg_page, words
 
 # %% auto #0
 __all__ = ['PERCENTILES', 'LIMITS', 'WORDS', 'T', 'Timed', 'spread', 'parse_limits', 'meets', 'peaks', 'interval', 'load_metrics',
-           'arrivals', 'make_prompts', 'Reply', 'length_of', 'open_body', 'take_event', 'read_reply', 'error_of',
-           'send_json', 'MockServer', 'mock_server', 'LoadSettings', 'request_bodies', 'find_model', 'take', 'send',
-           'Ticker', 'LoadResult', 'drive', 'run_here', 'run_load', 'load_json', 'timeline']
+           'arrivals', 'make_prompts', 'Reply', 'settle', 'length_of', 'open_body', 'take_event', 'read_reply',
+           'error_of', 'send_json', 'MockServer', 'mock_server', 'LoadSettings', 'request_bodies', 'find_model', 'take',
+           'send', 'Ticker', 'LoadResult', 'drive', 'run_here', 'run_load', 'load_json', 'timeline']
 
 # %% ../nbs/25b_load_client.ipynb #c03d2bdf
 @dataclass
@@ -160,9 +160,11 @@ class Reply(asyncio.Protocol):
         return self
 
     @property
+    def over(self) -> bool: return self.tail.endswith(b"\r\n0\r\n\r\n") or 0 < self.need <= self.size
+    @property
     def free(self) -> bool:
         "Whether the response is over and its connection may carry another."
-        return not self.transport.is_closing() and (self.tail.endswith(b"\r\n0\r\n\r\n") or 0 < self.need <= self.size)
+        return self.over and not self.transport.is_closing()
 
     def connection_made(self, transport: Any) -> None: self.transport = transport
 
@@ -171,11 +173,15 @@ class Reply(asyncio.Protocol):
         self.size += len(data)
         self.tail = (self.tail + data)[-64:]
         if not self.need: self.need = length_of(b"".join(d for _, d in self.pieces))
-        if b"\ndata: [DONE]" in self.tail or self.tail.endswith(b"\r\n0\r\n\r\n") or 0 < self.need <= self.size: self.ended("")
+        if self.over: settle(self.done, "")
+        elif b"\ndata: [DONE]" in self.tail:       # the response's own end comes a moment later; from some servers never
+            asyncio.get_running_loop().call_later(0.05, settle, self.done, "")
 
-    def connection_lost(self, exc: Exception | None) -> None: self.ended(str(exc) if exc else "")
-    def ended(self, error: str) -> None:
-        if not self.done.done(): self.done.set_result(error)
+    def connection_lost(self, exc: Exception | None) -> None: settle(self.done, str(exc) if exc else "")
+
+def settle(done: asyncio.Future[str], error: str) -> None:
+    "The first to say how a response ended is believed."
+    if not done.done(): done.set_result(error)
 
 def length_of(head: bytes) -> int:
     "Bytes of a response that names its length; 0 if not known yet, -1 if it does not."
