@@ -27,7 +27,7 @@ kernel_tests() {
     tests "$1" 250 tests_gpu -n 14 tests/gpu --deselect tests/gpu/test_flashinfer.py --deselect tests/gpu/test_parallel_gpu.py --deselect tests/gpu/test_vllm_gpu.py --deselect tests/gpu/test_backends_gpu.py -k "not ($DEMO)"
 }
 codes() {
-    step "$1" 80 kv_step python3 benchmarks/kv_step.py --batches 64 256 --contexts 320 1024
+    step "$1" 110 kv_step python3 benchmarks/kv_step.py --batches 256 --contexts 320 1024 2048 4096
     step "$1" 180 quant_step python3 benchmarks/quant_step.py --models qwen3-8b --kinds nf4 int4 fp8 --batches 1 8 64 --sweep 100
 }
 kernels() { both kernel_tests codes; }
@@ -54,8 +54,9 @@ steps() {
     step 0 75 ladder python3 benchmarks/ladder.py --models esme-214m --batches 1,8,64 --deadline 60 --out "$OUT/ladder.json"
 }
 ranks() {
-    tests 0,1 120 tests_ranks -x tests/gpu/test_parallel_gpu.py
-    step 0,1 420 tensor_parallel python3 benchmarks/tensor_parallel.py --judged 8 --pairs 5 --out "$OUT/tensor_parallel.json"
+    nvidia-smi topo -m > "$OUT/topology.txt"
+    tests 0,1 150 tests_ranks -x tests/gpu/test_parallel_gpu.py
+    grep -qE "failed|error" "$OUT/tests_ranks.log" || step 0,1 360 tensor_parallel python3 benchmarks/tensor_parallel.py --judged 8 --pairs 5 --out "$OUT/tensor_parallel.json"
 }
 serve() { step "$1" 340 serve python3 benchmarks/serve_vs_vllm.py --vllm-site /tmp/site --ours-site /tmp/extra --logs "$OUT" --out "$OUT/serve_vs_vllm.json"; }
 backend() { PYTHONPATH=.:tests:/tmp/site VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 tests "$1" 200 tests_vllm -s -k "${VLLM_TESTS:-32 or 16}" tests/gpu/test_vllm_gpu.py; }

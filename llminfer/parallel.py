@@ -32,8 +32,8 @@ from .sampling import Sampled, SamplerState, largest
 # %% auto #0
 __all__ = ['COLUMNS', 'ROWS', 'QUIET_ENV', 'Comm', 'LocalComm', 'on_ranks', 'split_problem', 'check_split', 'Shard', 'cut_of',
            'read_part', 'ShardWeights', 'RankModel', 'cut_adapter', 'load_shard', 'shard_svg', 'RankSampler',
-           'rank_sampler', 'RankProgram', 'Group', 'now', 'make_group', 'OneShot', 'one_shot_possible', 'all_say',
-           'split_step_us']
+           'rank_sampler', 'RankProgram', 'Group', 'now', 'wait', 'make_group', 'OneShot', 'one_shot_possible',
+           'all_say', 'split_step_us']
 
 # %% ../nbs/20_parallel.ipynb #9de45368
 class Comm(Protocol):
@@ -299,12 +299,12 @@ class Group:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.one_shot is not None and self.one_shot.takes(x): return self.one_shot(x)
-        self.group.allreduce([x := x.contiguous()], now("AllreduceOptions")).wait()
+        wait(self.group.allreduce([x := x.contiguous()], now("AllreduceOptions")))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        self.group._allgather_base(out, x.contiguous(), now("AllgatherOptions")).wait()
+        wait(self.group._allgather_base(out, x.contiguous(), now("AllgatherOptions")))
         return out.view(self.size, *x.shape)
 
     def abort(self) -> None:
@@ -319,6 +319,10 @@ def now(kind: str) -> Any:
     options = getattr(torch._C._distributed_c10d, kind)()
     if hasattr(options, "asyncOp"): options.asyncOp = False
     return options
+
+def wait(work: Any) -> None:
+    "Wait for work on another stream; work of the current one is not returned."
+    if work is not None: work.wait()
 
 # %% ../nbs/20_parallel.ipynb #c18a7548
 QUIET_ENV = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}   # no NVLink multicast
