@@ -55,7 +55,7 @@ steps() {
 }
 ranks() {
     nvidia-smi topo -m > "$OUT/topology.txt"
-    tests 0,1 150 tests_ranks -x tests/gpu/test_parallel_gpu.py
+    tests 0,1 300 tests_ranks -n 2 -o faulthandler_timeout=100 tests/gpu/test_parallel_gpu.py
     grep -qE "failed|error" "$OUT/tests_ranks.log" || step 0,1 360 tensor_parallel python3 benchmarks/tensor_parallel.py --judged 8 --pairs 5 --out "$OUT/tensor_parallel.json"
 }
 serve() { step "$1" 340 serve python3 benchmarks/serve_vs_vllm.py --vllm-site /tmp/site --ours-site /tmp/extra --logs "$OUT" --out "$OUT/serve_vs_vllm.json"; }

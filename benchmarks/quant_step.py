@@ -25,7 +25,7 @@ from llminfer.quantization import QuantPlan, expanded, products, quantise_linear
 KINDS = {"nf4": QuantPlan("nf4"), "nf4-single": QuantPlan("nf4", double_quant=False), "fp4": QuantPlan("fp4"), "int4": QuantPlan("int4"), "int4-zeros": QuantPlan("int4", symmetric=False),
          "int8": QuantPlan("int8"), "fp8": QuantPlan("fp8"), "w8a8": QuantPlan("fp8", w8a8_rows=32)}
 PARTS = ("qkv", "o", "gate_up", "down")
-ROWS = ((4, 256, 2, 2), (8, 256, 2, 2), (4, 512, 1, 4), (8, 512, 1, 4), (4, 128, 4, 1), (2, 256, 2, 2))
+ROWS = ((8, 512, 1, 4), (16, 512, 1, 4), (4, 512, 1, 4), (8, 256, 2, 2), (4, 256, 2, 2), (8, 512, 3, 4), (16, 256, 2, 2))
 TILES = {8: ((64, 32, 4), (64, 64, 3), (64, 32, 3)), 64: ((128, 32, 2), (128, 32, 3), (64, 32, 2), (64, 32, 3), (64, 64, 2))}   # BN, BW, stages
 
 
@@ -62,7 +62,6 @@ def tried(part, p, B):
     for BN, BW, stages in TILES.get(B, TILES[64]):
         tiles = -(-p.shape[0] // BN)
         for splits in {max(1, min(8, n // tiles)) for n in (200, 400)}: out.append(QuantTile(BN, BW, splits, stages, BN // 16))
-    if p.kind in K.BOOKS: out += [replace(c, given=True) for c in out[:4]]
     return list(dict.fromkeys([own, *out]))
 
 

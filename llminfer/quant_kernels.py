@@ -23,11 +23,12 @@ except ImportError:   # a machine without Triton can import this module
     triton = tl = None  # type: ignore[assignment]
 
 # %% auto #0
-__all__ = ['FP8_ASM', 'INT8_ASM', 'TABLE_ASM', 'FEW', 'MANY', 'halves', 'lut_asm', 'int4_asm', 'values', 'masked', 'scales',
-           'lows', 'fours', 'held', 'dot_words', 'leave_row', 'quant_row_kernel', 'part_product', 'quant_tile_kernel',
-           'turn_kernel', 'join_splits', 'expand_kernel', 'book_tables', 'operands', 'QuantShape', 'quant_shape',
-           'quant_rows', 'QuantTile', 'quant_tile', 'turn_rows', 'quant_tiles', 'expand_codes', 'fast_product',
-           'join_kernel', 'row_product', 'accelerate']
+__all__ = ['FP8_ASM', 'INT8_ASM', 'TABLE_ASM', 'SUM_ASM', 'FEW', 'MANY', 'halves', 'lut_pairs', 'lut_asm', 'int4_asm', 'values',
+           'masked', 'scales', 'lows', 'fours', 'held', 'dot_floats', 'dot_asm', 'add_halves', 'halved', 'dot_halves',
+           'dot_words', 'leave_row', 'quant_row_kernel', 'part_product', 'quant_tile_kernel', 'turn_kernel',
+           'join_splits', 'expand_kernel', 'book_tables', 'operands', 'QuantShape', 'quant_shape', 'quant_rows',
+           'QuantTile', 'quant_tile', 'turn_rows', 'quant_tiles', 'expand_codes', 'fast_product', 'join_kernel',
+           'row_product', 'accelerate']
 
 # %% ../nbs/17a_quant_kernels.ipynb #2effcc18
 def halves(kind: str) -> tuple[list[int], list[int]]: # four words of low bytes, four of high bytes
@@ -36,20 +37,26 @@ def halves(kind: str) -> tuple[list[int], list[int]]: # four words of low bytes,
     low, high = ((b & 255).astype(np.uint8).view(np.uint32).tolist() for b in (half, half >> 8))
     return low, high
 
-@cache
-def lut_asm(kind: str, given: bool = False) -> str:
-    "PTX: a word of 8 codes ($8) -> 8 values of the book as fp32; `given`: words 0 and 2 of either table are in $9 to $12."
-    out = ["{ .reg .b32 s, c, a, b, l, h, p; .reg .b16 u, v;",
-           "and.b32 s, $8, 0x77777777; and.b32 c, $8, 0x88888888; shr.b32 c, c, 1; or.b32 c, c, 0x32103210;"]
+def lut_pairs(kind: str, word: str, given: tuple[str, ...] = ()) -> list[str]:
+    """PTX that leaves the book's values of codes (0, 1), (2, 3), (4, 5) and (6, 7) of a word in p, two halves.
+
+    `given`: words 0 and 2 of either table."""
+    out = []
     for first in (0, 4):
-        if first: out.append("shr.b32 s, s, 16; shr.b32 c, c, 16;")
-        for r, t, n in zip("lh", halves(kind), (9, 11)):
-            first_half, other = (f"${n}", f"${n + 1}") if given else (t[0], t[2])
-            out.append(f"prmt.b32 a, {first_half}, {t[1]}, s; prmt.b32 b, {other}, {t[3]}, s; prmt.b32 {r}, a, b, c;")
-        for pair, pick in enumerate(("0x5140", "0x7362")):
-            n = first + 2 * pair
-            out.append(f"prmt.b32 p, l, h, {pick}; mov.b32 {{u, v}}, p; cvt.f32.f16 ${n}, u; cvt.f32.f16 ${n + 1}, v;")
-    return "\n".join([*out, "}"])
+        ptx = ("shr.b32 s, s, 16; shr.b32 c, c, 16;" if first else
+            f"and.b32 s, {word}, 0x77777777; and.b32 c, {word}, 0x88888888; shr.b32 c, c, 1; or.b32 c, c, 0x32103210;")
+        for r, t, n in zip("lh", halves(kind), (0, 2)):
+            one, other = given[n:n + 2] or (t[0], t[2])
+            ptx += f" prmt.b32 a, {one}, {t[1]}, s; prmt.b32 b, {other}, {t[3]}, s; prmt.b32 {r}, a, b, c;"
+        out += [ptx + " prmt.b32 p, l, h, 0x5140;", "prmt.b32 p, l, h, 0x7362;"]
+    return out
+
+@cache
+def lut_asm(kind: str) -> str:
+    "PTX: a word of 8 codes ($8) -> 8 values of the book as fp32."
+    to_float = "mov.b32 {{u, v}}, p; cvt.f32.f16 ${}, u; cvt.f32.f16 ${}, v;"
+    out = [f"{ptx} {to_float.format(2 * k, 2 * k + 1)}" for k, ptx in enumerate(lut_pairs(kind, "$8"))]
+    return "\n".join(["{ .reg .b32 s, c, a, b, l, h, p; .reg .b16 u, v;", *out, "}"])
 
 # %% ../nbs/17a_quant_kernels.ipynb #ae113ba7
 def int4_asm(zero: int) -> str:
@@ -68,20 +75,14 @@ FP8_ASM = ("{ .reg .b16 a, b, u, v; .reg .b32 p; mov.b32 {a, b}, $4; cvt.rn.f16x
 INT8_ASM = ("{ .reg .b16 u, v; .reg .b32 s, p, m; mov.b32 m, 0xe480e480; xor.b32 s, $4, 0x80808080; "
     "prmt.b32 p, s, 0x64646464, 0x4140; add.rn.f16x2 p, p, m; mov.b32 {u, v}, p; cvt.f32.f16 $0, u; cvt.f32.f16 $1, v; "
     "prmt.b32 p, s, 0x64646464, 0x4342; add.rn.f16x2 p, p, m; mov.b32 {u, v}, p; cvt.f32.f16 $2, u; cvt.f32.f16 $3, v; }")
-TABLE_ASM = ("{ .reg .b32 i, n; .reg .b64 a; mov.u32 i, %laneid; mov.u32 n, %nctaid.x; mul.hi.u32 i, i, n; "   # 0, which ptxas cannot know
-    "mad.wide.u32 a, i, 4, $4; ld.global.v4.b32 {$0, $1, $2, $3}, [a + 1088]; }")
-if triton is not None: TABLE_ASM = constexpr(TABLE_ASM)   # type: ignore[assignment]
 
 # %% ../nbs/17a_quant_kernels.ipynb #0251954f
 @jit
-def values(w, tables, FORM: constexpr, ASM: constexpr, GIVEN: constexpr):
+def values(w, tables, FORM: constexpr, ASM: constexpr):
     """The values of words w, as fp32: 8 of 4 bits (FORM 0 to 3) or 4 of 8 bits; zeros and minima are left to the caller.
 
     FORM: 0 a table, 1 int4, 2 int4 with zeros, 3 int4 with minima, 4 int8, 5 fp8."""
-    if ASM is not None and GIVEN:
-        l, m, h, g = tl.inline_asm_elementwise(TABLE_ASM, "=r,=r,=r,=r,l", [tables.to(tl.int64)], (tl.int32,) * 4, True, 1)
-        out = tl.inline_asm_elementwise(ASM, "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r", [w, l, m, h, g], (tl.float32,) * 8, True, 1)
-    elif ASM is not None and FORM < 4:
+    if ASM is not None and FORM < 4:
         out = tl.inline_asm_elementwise(ASM, "=f,=f,=f,=f,=f,=f,=f,=f,r", [w], (tl.float32,) * 8, True, 1)
     elif ASM is not None: out = tl.inline_asm_elementwise(ASM, "=f,=f,=f,=f,r", [w], (tl.float32,) * 4, True, 1)
     elif FORM < 4:
@@ -149,14 +150,14 @@ def held(w, scale, factor, offset, low, tables, r, n, at, KW: constexpr, GW: con
     return (words, scales(scale, factor, offset, tables, r, n, at, KW, GW, BW, NEST, EVEN),
             lows(low, r, n, at, KW, GW, BW, FORM, EVEN))
 
-# %% ../nbs/17a_quant_kernels.ipynb #12da3fe3
+# %% ../nbs/17a_quant_kernels.ipynb #08b2327b
 @jit
-def dot_words(h, x, norm, tables, at, KW: constexpr, R: constexpr, BW: constexpr, FORM: constexpr, ASM: constexpr, NORM: constexpr,
-              EVEN: constexpr, NEST: constexpr):
+def dot_floats(h, x, norm, tables, at, KW: constexpr, R: constexpr, BW: constexpr, FORM: constexpr, ASM: constexpr, NORM: constexpr,
+               EVEN: constexpr, NEST: constexpr):
     "Products of held words with a row of x, scaled [R, BW / 4], and the squares of x [1, BW] (NORM); [R, BW] with one scale a row."
     V: constexpr = 8 if FORM < 4 else 4
     c = at + tl.arange(0, BW)[None, :]
-    p, v = c // 4 * (4 * V) + c % 4, values(h[0], tables, FORM, ASM, FORM == 0)
+    p, v = c // 4 * (4 * V) + c % 4, values(h[0], tables, FORM, ASM)
     t, sx, q = tl.zeros((R, BW), tl.float32), tl.zeros((1, BW), tl.float32), tl.zeros((1, BW), tl.float32)
     if NEST == 3: t, q = h[0].to(tl.float32) * 0.0, c.to(tl.float32) * 0.0   # the code that was measured
     for j in tl.static_range(V):
@@ -170,6 +171,79 @@ def dot_words(h, x, norm, tables, at, KW: constexpr, R: constexpr, BW: constexpr
     if FORM == 2: t -= h[2] * fours(sx, 1, BW)
     t = t * h[1]
     if FORM == 3: t += h[2] * fours(sx, 1, BW)
+    return t, q
+
+# %% ../nbs/17a_quant_kernels.ipynb #ef118eb6
+@cache
+def dot_asm(kind: str) -> str:
+    "PTX: a word of 8 codes ($1) times four words of two halves ($2 to $5) -> two sums ($0); a book's own words are $6 to $9."
+    take = "and.b32 p, {}, 0x000f000f;", "and.b32 p, {}, 0x00f000f0;"
+    pairs = [*(t.format("$1") for t in take), "shr.b32 s, $1, 8; " + take[0].format("s"), take[1].format("s")]
+    if kind in BOOKS: pairs = lut_pairs(kind, "$1", ("$6", "$7", "$8", "$9"))
+    out = ["{ .reg .b32 s, c, a, b, l, h, p, t;"]
+    for k, ptx in enumerate(pairs):
+        out.append(f"{ptx} fma.rn.f16x2 t, p, ${k + 2}, t;" if k else f"{ptx} mul.rn.f16x2 t, p, $2;")
+    return "\n".join([*out, "mov.b32 $0, t; }"])
+
+TABLE_ASM = ("{ .reg .b32 i, n; .reg .b64 a; mov.u32 i, %laneid; mov.u32 n, %nctaid.x; mul.hi.u32 i, i, n; "   # 0, which ptxas cannot know
+    "mad.wide.u32 a, i, 4, $4; ld.global.v4.b32 {$0, $1, $2, $3}, [a + 1088]; }")
+SUM_ASM = "{ .reg .b16 u, v; .reg .f32 a, b; mov.b32 {u, v}, $1; cvt.f32.f16 a, u; cvt.f32.f16 b, v; add.f32 $0, a, b; }"
+if triton is not None: TABLE_ASM, SUM_ASM = constexpr(TABLE_ASM), constexpr(SUM_ASM)   # type: ignore[assignment]
+
+# %% ../nbs/17a_quant_kernels.ipynb #42ec6fbb
+@jit
+def add_halves(a, b): return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+@jit
+def halved(x, norm, at, KW: constexpr, BW: constexpr, FORM: constexpr, NORM: constexpr, EVEN: constexpr):
+    """A row of x for `dot_asm`: four words [1, BW] of two halves, what gives the sizes back and sums [1, BW / 4], squares [1, BW].
+
+    Pairs are activations (0, 1), (2, 3), ... of a table's codes and (0, 4), (1, 5), ... of numbers; of these the second and the fourth
+    meet nibbles that are 16 times as large."""
+    c, a, out = at + tl.arange(0, BW)[None, :], (), ()
+    top, sx, q = tl.zeros((1, BW), tl.float32), tl.zeros((1, BW), tl.float32), tl.zeros((1, BW), tl.float32)
+    for j in tl.static_range(8):
+        p = c // 4 * 32 + c % 4 + 4 * j
+        v = masked(x + p, c < KW, EVEN).to(tl.float32)
+        if NORM:
+            q += v * v
+            v = v * masked(norm + p, c < KW, EVEN).to(tl.float32)
+        top = tl.maximum(top, tl.abs(v))
+        sx += v
+        a = a + (v,)  # type: ignore[assignment]
+    top = tl.maximum(tl.max(tl.reshape(top, (1, BW // 4, 4)), 2), 1.0e-30)
+    up = tl.reshape(((1.0 if FORM == 0 else 16384.0) / top)[:, :, None] + tl.zeros((1, BW // 4, 4), tl.float32), (1, BW))
+    for k in tl.static_range(4):
+        if FORM == 0: one, other = a[2 * k] * up, a[2 * k + 1] * up
+        else: one, other = a[k] * (up * (1.0 - k % 2 * 0.9375)), a[k + 4] * (up * (1.0 - k % 2 * 0.9375))
+        out = out + (tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [one, other], tl.int32, True, 1),)  # type: ignore[assignment]
+    return out, top if FORM == 0 else top * 1024.0, fours(sx, 1, BW), q
+
+@jit
+def dot_halves(h, x, tables, R: constexpr, BW: constexpr, FORM: constexpr, ASM: constexpr):
+    "Products of held words with a row of x from `halved`, scaled [R, BW / 4]."
+    a, back, sx, _ = x
+    if FORM == 0:
+        l, m, n, g = tl.inline_asm_elementwise(TABLE_ASM, "=r,=r,=r,=r,l", [tables.to(tl.int64)], (tl.int32,) * 4, True, 1)
+        t = tl.inline_asm_elementwise(ASM, "=r,r,r,r,r,r,r,r,r,r", [h[0], a[0], a[1], a[2], a[3], l, m, n, g], tl.int32, True, 1)
+    else: t = tl.inline_asm_elementwise(ASM, "=r,r,r,r,r,r", [h[0], a[0], a[1], a[2], a[3]], tl.int32, True, 1)
+    t = tl.reduce(tl.reshape(t, (R, BW // 4, 4)), 2, add_halves)
+    t = tl.inline_asm_elementwise(SUM_ASM, "=f,r", [t], tl.float32, True, 1) * back
+    if FORM == 1: t -= 8.0 * sx
+    if FORM == 2: t -= h[2] * sx
+    t = t * h[1]
+    if FORM == 3: t += h[2] * sx
+    return t
+
+# %% ../nbs/17a_quant_kernels.ipynb #12da3fe3
+@jit
+def dot_words(h, x, norm, tables, at, KW: constexpr, R: constexpr, BW: constexpr, FORM: constexpr, ASM: constexpr, NORM: constexpr,
+              EVEN: constexpr, NEST: constexpr):
+    "See `dot_floats`; four bits on a GPU are multiplied in halves."
+    if ASM is not None and FORM < 4:
+        a = halved(x, norm, at, KW, BW, FORM, NORM, EVEN)
+        t, q = dot_halves(h, a, tables, R, BW, FORM, ASM), a[3]
+    else: t, q = dot_floats(h, x, norm, tables, at, KW, R, BW, FORM, ASM, NORM, EVEN, NEST)
     return t, q
 
 # %% ../nbs/17a_quant_kernels.ipynb #f8d674b7
@@ -222,10 +296,10 @@ def quant_row_kernel(x, w, scale, factor, offset, low, tables, bias, norm, out, 
 # %% ../nbs/17a_quant_kernels.ipynb #63b095c2
 @jit
 def part_product(acc, x, i, T, words, s, z, tables, at, BN: constexpr, KW: constexpr, BW: constexpr, FORM: constexpr, NEST: constexpr,
-                 ASM: constexpr, GIVEN: constexpr):
+                 ASM: constexpr):
     "acc [BN, BM] + the weights of words [BN, BW] times rows i [1, BM] of turned x."
     V: constexpr = 8 if FORM < 4 else 4
-    v, c = values(words, tables, FORM, ASM, GIVEN), at + tl.arange(0, BW)[:, None]
+    v, c = values(words, tables, FORM, ASM), at + tl.arange(0, BW)[:, None]
     for j in tl.static_range(V):
         b = tl.reshape(v[j], (BN, BW // 4, 4))
         if FORM == 2: b -= z[:, :, None]
@@ -238,13 +312,13 @@ def part_product(acc, x, i, T, words, s, z, tables, at, BN: constexpr, KW: const
 @jit
 def quant_tile_kernel(x, w, scale, factor, offset, low, tables, bias, out, T, N, span, K: constexpr, KW: constexpr, GW: constexpr,
                       BM: constexpr, BN: constexpr, BW: constexpr, FORM: constexpr, NEST: constexpr, ASM: constexpr,
-                      BIAS: constexpr, EVEN: constexpr, GIVEN: constexpr):
+                      BIAS: constexpr, EVEN: constexpr):
     "out [splits, T, N] = turned x [T, K] w' for words of codes; a split has span words of a row."
     i, n = tl.program_id(1) * BM + tl.arange(0, BM)[None, :], tl.program_id(0) * BN + tl.arange(0, BN)[:, None]
     acc, first = tl.zeros((BN, BM), tl.float32), tl.program_id(2) * span
     for at in range(first, tl.minimum(first + span, KW), BW):
         words, s, z = held(w, scale, factor, offset, low, tables, n, N, at, KW, GW, BW, FORM, NEST, EVEN)
-        acc = part_product(acc, x, i, T, words, s, z, tables, at, BN, KW, BW, FORM, NEST, ASM, GIVEN)
+        acc = part_product(acc, x, i, T, words, s, z, tables, at, BN, KW, BW, FORM, NEST, ASM)
     if NEST == 3: acc = acc * tl.load(scale + n, mask=n < N, other=0.0).to(tl.float32)
     if BIAS: acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + (tl.program_id(2).to(tl.int64) * T + i) * N + n, acc, mask=(i < T) & (n < N))
@@ -281,7 +355,7 @@ def expand_kernel(w, scale, factor, offset, low, tables, out, N, K: constexpr, K
     V: constexpr = 8 if FORM < 4 else 4
     r, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], tl.program_id(1) * BW
     words, s, z = held(w, scale, factor, offset, low, tables, r, N, at, KW, GW, BW, FORM, NEST, False)
-    c, v = at + tl.arange(0, BW)[None, :], values(words, tables, FORM, ASM, False)
+    c, v = at + tl.arange(0, BW)[None, :], values(words, tables, FORM, ASM)
     for j in tl.static_range(V):
         b = tl.reshape(v[j], (ROWS, BW // 4, 4))
         if FORM == 2: b -= z[:, :, None]
@@ -292,7 +366,7 @@ def expand_kernel(w, scale, factor, offset, low, tables, out, N, K: constexpr, K
 # %% ../nbs/17a_quant_kernels.ipynb #30854b9e
 @cache
 def book_tables(kind: str, device: torch.device) -> Tensor: # float32 [16 + 256 + 4]
-    "The book of a kind, the dynamic map, and the four words that `lut_asm` wants in registers."
+    "The book of a kind, the dynamic map, and the four words that `dot_asm` wants in registers."
     kind = kind if kind in BOOKS else "nf4"
     words = np.array([t[i] for t in halves(kind) for i in (0, 2)], np.uint32).view(np.int32)
     return torch.cat((torch.tensor(BOOKS[kind]), dynamic_map(), torch.from_numpy(words).view(torch.float32))).to(device)
@@ -341,7 +415,7 @@ def quant_rows(p: QuantLinear, x: Tensor, out: Tensor, norm: Tensor | None = Non
     pdl: bool = False, shape: QuantShape | None = None) -> Tensor: # out
     "A quantised product for a few rows: x [B, K] to out [B, N], or [B, N / 2] with `pair`."
     N, c, (args, const) = p.shape[0] // (2 if pair else 1), shape or quant_shape(p, pair, norm is not None), operands(p)
-    if const["FORM"] == 0 and const["ASM"]: const["ASM"] = lut_asm(p.kind, True)
+    if const["FORM"] < 4 and const["ASM"]: const["ASM"] = dot_asm(p.kind)
     even = const["NEST"] != 3 and N % c.rows == 0 == const["KW"] % c.width and c.pieces * c.width <= const["KW"]
     quant_row_kernel[(-(-N // c.rows),)](x=x, **args, bias=args["w"] if p.bias is None else p.bias,
         norm=x if norm is None else norm, out=out, N=N, eps=eps, B=len(x), **const, ROWS=c.rows, BW=c.width, NC=c.pieces,
@@ -358,7 +432,6 @@ class QuantTile:
     splits: int    # of K
     stages: int
     warps: int
-    given: bool = False   # the book's words, as in rows
 
 def quant_tile(p: QuantLinear, T: int, itemsize: int = 2) -> QuantTile:
     "The launch for T rows: two to three programs a processor, and not less than 256 words of a row each."
@@ -383,14 +456,12 @@ def quant_tiles(p: QuantLinear, x: Tensor, shape: QuantTile | None = None) -> Te
     "A quantised product over tiles."
     T, N, c, (args, const) = len(x), p.shape[0], shape or quant_tile(p, len(x), x.element_size()), operands(p)
     out, bm, KW, turned = x.new_empty(T, N), 16 if T <= 16 else 32 if T <= 32 else 64, const["KW"], turn_rows(x, args, const)
-    given = c.given and p.kind in BOOKS and not interpreted()
-    if given: const["ASM"] = lut_asm(p.kind, True)
     span = -(-KW // (c.splits * c.BW)) * c.BW
     S, b, has = -(-KW // span), args["w"] if p.bias is None else p.bias, p.bias is not None
     part = out if S == 1 else torch.empty(S, T, N, dtype=torch.float32, device=x.device)
     quant_tile_kernel[(-(-N // c.BN), -(-T // bm), S)](x=turned, **args, bias=b, out=part, T=T, N=N, **const, BM=bm, BN=c.BN,
         BW=c.BW, span=span, BIAS=has and S == 1, EVEN=N % c.BN == 0 == KW % c.BW,
-        GIVEN=given, num_warps=c.warps, num_stages=c.stages)
+        num_warps=c.warps, num_stages=c.stages)
     if S > 1: join_splits[(-(-T * N // 1024),)](part, b, out, T * N, N, S=S, BIAS=has, BLOCK=1024, num_warps=4)
     return out
 

@@ -117,7 +117,7 @@ class Follower:
 def meet(folder: str, rank: int, size: int, model: RankModel) -> Group:
     "Wait for the other ranks at a file that nobody else can open."
     store = torch.distributed.FileStore(os.path.join(folder, "meet"), size)
-    return Group(store, rank, size, model.device, model.dtype, tag=os.path.basename(folder))
+    return Group(store, rank, size, model.device, tag=os.path.basename(folder))
 
 def capture(runner: Any, keys: list[Any]) -> None:
     "Capture these steps; one that fails here may have worked elsewhere, so this rank cannot go on."

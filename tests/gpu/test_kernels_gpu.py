@@ -3,6 +3,7 @@ the sampling tail against the torch sampler for whole vocabularies, the engine's
 
     PYTHONPATH=.:tests python3 -m pytest -q -n 8 tests/gpu/test_kernels_gpu.py        (needs CUDA)
 """
+import time
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,7 @@ from llminfer.cuda_graphs import GraphRunner
 from llminfer.draw import TailShape, finish_fused
 from llminfer.kernels import FusedProgram
 from llminfer.loading import load_model, make_tiny, open_checkpoint
+from llminfer.parallel import OneShot
 from llminfer.request import SamplingParams
 from llminfer.runner import TorchProgram, finish_step
 from llminfer.splitkv import AttendShape, Places, attend, attend_prompt, prompt_tile, prompt_tiles, rotate_write
@@ -252,3 +254,39 @@ def test_engine_texts(tmp_path, family, runner):
     sampled = [SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=s, max_tokens=20, presence_penalty=0.3, eos_ids=(5,)) for s in range(5)]
     assert info["torch_tail_steps"] > 0 and generate(core, prompts, sampled) == generate(torch_core, prompts, sampled) and core.runner.program.info() == info
 
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_that_are_streams_of_one_gpu_sum_and_gather(dtype):
+    "200 sums of changing sizes, some parts in the blank; 200 more replayed from a graph of each rank; a gather; a rank that never comes."
+    boxes = [torch.zeros(4 * OneShot.most, dtype=torch.int64, device="cuda") for _ in range(2)]
+    ranks, streams = [OneShot(boxes, r, True) for r in range(2)], [torch.cuda.Stream() for _ in range(2)]
+    def both(do):
+        torch.cuda.synchronize()
+        out = []
+        for r, s in zip(ranks, streams):
+            with torch.cuda.stream(s): out.append(do(r))
+        torch.cuda.synchronize()
+        return out
+    for i in range(200):
+        n = (1, 4096, 40000, 513, 65536)[i % 5]
+        xs = [torch.randn(n, device="cuda").to(dtype) for _ in range(2)]
+        want = (xs[0].float() + xs[1].float()).to(dtype)
+        got = both(lambda r: r.sum(r.blank(xs[1]).copy_(xs[1]) if r.rank and i % 3 else xs[r.rank].clone()))
+        assert torch.equal(got[0], want) and torch.equal(got[1], want) and not ranks[1].zeros.any(), i
+    x, graphs = torch.ones(1, 4096, device="cuda", dtype=dtype), [torch.cuda.CUDAGraph() for _ in range(2)]
+    outs = []
+    for r, g in zip(ranks, graphs):
+        with torch.cuda.graph(g):
+            y = x
+            for _ in range(100): y = r.sum(r.blank(y).copy_(y) if r.rank else y.clone()) * 0.5
+        outs.append(y)
+    t = time.perf_counter()
+    for _ in range(2): both(lambda r: graphs[r.rank].replay())
+    print(f"{(time.perf_counter() - t) / 200 * 1e6:.1f} us for a sum, a copy and a product, two ranks on one GPU")
+    assert all(torch.equal(o, x) for o in outs)
+    ids = torch.tensor([1 << 40, -7], device="cuda")
+    assert all(torch.equal(g, torch.stack((ids, ids + 1))) for g in both(lambda r: r.gather(ids + r.rank)))
+    ranks[0].stop[0] = 1
+    ranks[0].sum(x.clone())
+    torch.cuda.synchronize()

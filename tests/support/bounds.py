@@ -40,7 +40,9 @@ def install() -> None:
     builder, launch = interpreter.InterpreterBuilder, interpreter.GridExecutor.__call__
     def watched(self: Any, *args: Any, **kw: Any) -> Any:
         copies: dict[int, Any] = {}
-        def one(x: Any) -> Any: return fenced(x, copies) if isinstance(x, torch.Tensor) else x
+        def one(x: Any) -> Any:
+            if isinstance(x, tuple): return tuple(map(one, x))
+            return fenced(x, copies) if isinstance(x, torch.Tensor) else x
         args, kw = tuple(map(one, args)), {k: one(v) for k, v in kw.items()}
         inside[:] = [(big.data_ptr() + FENCE, big.data_ptr() + big.numel() - FENCE) for _, big in copies.values()]
         out = launch(self, *args, **kw)
