@@ -9,7 +9,6 @@ import argparse
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 import torch
