@@ -146,7 +146,9 @@ class Hindsight:
     def __init__(self, cfg: SchedulerConfig): self.cfg, self.idle = cfg, 0
 
     def gain(self, rows: Seq[Sequence]) -> float: return sum(s.gain for s in rows if s.draft) / max(len(rows), 1)
-    def young(self, s: Sequence) -> bool: return s.draft > 0 and s.n < s.n_prompt + 8
+    def watches(self, texts: Iterable[Sequence]) -> bool:
+        "Whether the host looks guesses up itself for some of these."
+        return self.peek is not None and any(s.draft for s in texts)
 
     def note(self, s: Sequence, steps: int, accepted: int) -> None:
         "Steps with guesses have brought a sequence so many right ones."
@@ -186,9 +188,10 @@ class Pilot(Hindsight):
         return 0 if poor and (self.peek or self.idle % self.patience) else D
 
     def steps(self, K: int, rows: Seq[Sequence], D: int, texts: Iterable[Sequence]) -> int:
-        "With guesses about as many tokens as without; few while the host knows little of a text."
-        if D and not self.cfg.free_guesses: return min(K, max(2, round(K / (1 + self.gain(rows)))))
-        return min(K, 4) if self.peek and len(rows) < self.few and any(map(self.young, texts)) else K
+        "With guesses about as many tokens as without; few while the host looks on, for what it learns comes two windows late."
+        short = len(rows) < self.few and self.watches(texts)
+        if D and not self.cfg.free_guesses: return min(K, max(2, round((8 if short else K) / (1 + self.gain(rows)))))
+        return min(K, 4) if short else K
 
     def fit(self, D: int, room: int) -> int:
         "D if a step has `room` for so many guesses a row, else fewer; where shapes are fixed, one of few sizes."

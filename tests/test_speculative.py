@@ -173,9 +173,9 @@ def test_pilot_knows_what_guesses_had_brought():
             s.n = min(s.n + k, 30)
             p.watch(s)
         assert steps == [0, 0, 4, 3, 0, 0, 0, 0, 0], steps       # two ids are looked up; at most four guesses a step; the text then goes its own way
-        assert not p.young(s) and s.seen == s.n == 30
+        assert p.watches([s]) and s.seen == s.n == 30
     p.note(s, 8, 32)
-    assert p.choose([s]) == 4
+    assert p.choose([s]) == 4 and p.steps(16, [s], 4, [s]) == 2 and p.steps(16, [replace_draft(s)], 0, [replace_draft(s)]) == 16
 
 
 def replace_draft(s: Sequence) -> Sequence: return Sequence(1, s.params, s.ids, 1, 1, 9, draft=0)
