@@ -304,7 +304,8 @@ class Group:
     ):
         self.rank, self.size, self.device, self.tag = rank, size, torch.device(device), tag
         self.name = "nccl" if self.device.type == "cuda" else "gloo"
-        self.group, self.mapped = make_group(store, rank, size, self.device, timeout_s), None
+        self.group = make_group(store, rank, size, self.device, timeout_s)
+        self.mapped: Any = None
         self.one_shot = OneShot.make(self) if self.name == "nccl" else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -447,7 +448,7 @@ class OneShot:
         if not all_say(group, ok): return None
         try: made = cls(shared_boxes(group, 2 * group.size * cls.most), group.rank, pdl_works(group.device))
         except Exception: pass
-        if not all_say(group, made is not None): return None
+        if not all_say(group, made is not None) or made is None: return None
         x, all_ranks = torch.arange(5000.0, device=group.device) % 13, sum(range(group.size))
         ok = all(torch.equal(made.sum(x + group.rank), x * group.size + all_ranks) for _ in range(3))
         ok = ok and torch.equal(made.gather(x + group.rank).sum(0), x * group.size + all_ranks)
