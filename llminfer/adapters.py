@@ -318,11 +318,12 @@ def all_pairs(y: Tensor, x: Tensor, a: Tensor, b: Tensor, cuts: Sequence[tuple[i
 def shrink_kernel(x, a, slots, t, T, K, S, P: constexpr, R: constexpr, BM: constexpr, BN: constexpr, BK: constexpr, NC: constexpr,
                   PDL: constexpr):
     "A share of K of each place's own x a', t [T, P, R, Z]; a [P S R, K]; the rest of t is left as it is."
-    i, c, k = tl.program_id(1) * BM + tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(2) * (NC * BK) + tl.arange(0, BK)
-    there, w, acc = c < P * S * R, (), tl.zeros((BM, BN), tl.float32)
+    i, c = tl.program_id(1) * BM + tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
+    k, there, w, acc = tl.program_id(2) * (NC * BK) + tl.arange(0, BK), c < P * S * R, (), tl.zeros((BM, BN), tl.float32)
     for n in tl.static_range(NC):
         at = k + n * BK
-        w = w + (tl.load(a + c.to(tl.int64)[:, None] * K + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0),)  # type: ignore[assignment]
+        piece = tl.load(a + c.to(tl.int64)[:, None] * K + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0)
+        w = w + (piece,)  # type: ignore[assignment]
     if PDL: gdc_wait()
     for n in tl.static_range(NC):
         at = k + n * BK
@@ -339,7 +340,8 @@ def b_tile(b, s, n, N, S, R: constexpr, RP: constexpr, NS: constexpr):
     "b [S, R, N] of NS slots from s at columns n: [RP NS, BN], the first rank of all of them first."
     j = tl.arange(0, RP * NS)
     q, slot = j // NS, s + j % NS
-    return tl.load(b + (slot * R + q).to(tl.int64)[:, None] * N + n[None, :], mask=((q < R) & (slot < S))[:, None] & (n < N)[None, :], other=0.0)
+    row, there = (slot * R + q).to(tl.int64)[:, None], ((q < R) & (slot < S))[:, None]
+    return tl.load(b + row * N + n[None, :], mask=there & (n < N)[None, :], other=0.0)
 
 @jit
 def own_change(w, t, b, i, slot, part, n, T, N, S, P: constexpr, R: constexpr, RP: constexpr, Z: constexpr, W: constexpr, BM: constexpr,
@@ -360,7 +362,7 @@ def own_change(w, t, b, i, slot, part, n, T, N, S, P: constexpr, R: constexpr, R
 @jit
 def pairs_kernel(t, slots, b, y, out, T, N, F, second, third, S, P: constexpr, R: constexpr, RP: constexpr, Z: constexpr, W: constexpr,
                  BM: constexpr, BN: constexpr, NS: constexpr, GATE: constexpr, PDL: constexpr):
-    "y [T, N] += each place's own change; parts begin at columns 0, `second` and `third`. GATE: out [T, F] = silu(gate) * up of it, y stays."
+    "y [T, N] += each place's own change; parts begin at columns 0, `second`, `third`. GATE: out [T, F] = silu(gate) * up, y stays."
     first = tl.program_id(0) * BN
     i, n = tl.program_id(1) * BM + tl.arange(0, BM), first + tl.arange(0, BN)
     w = b_tile(b, 0, n, N, S, R, RP, NS)
@@ -413,7 +415,7 @@ def x_times_a(c: PairShape, x: Tensor, a: Tensor, slots: Tensor, pdl: bool = Fal
     return out
 
 def shape_of_t(c: PairShape, x: Tensor, a: Tensor) -> tuple[int, ...]:
-    (P, S, r, K), T = a.shape, len(x)
+    (P, S, r, _), T = a.shape, len(x)
     return (T, P, 1, r, c.shares) if c.shares else (T, P, S, r, 1)
 
 def add_pairs(c: PairShape, y: Tensor, t: Tensor, b: Tensor, cuts: Sequence[tuple[int, int]], slots: Tensor, pdl: bool = False,
