@@ -333,7 +333,6 @@ def attend_kernel(q, weight, k_pool, v_pool, k_scale, v_scale, out, part, stat, 
                   BLOCK: constexpr, S: constexpr, LEAST: constexpr, WINDOW: constexpr, FRESH: constexpr, NORM: constexpr,
                   HEADS: constexpr):
     """Attention of one token a place; U query heads a program in M rows, S splits. FRESH: q is the product of QKV, read in R rows.
-
     HEADS: the units of a place are neighbours in the grid."""
     b, unit, s = tl.program_id(1 if HEADS else 0).to(tl.int64), tl.program_id(0 if HEADS else 1), tl.program_id(2)
     j, e = tl.arange(0, M)[:, None], tl.arange(0, EP)[None, :]
