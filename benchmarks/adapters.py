@@ -58,7 +58,7 @@ def tokens_per_second(core, books, names, batch: int, n: int, prompt: int) -> fl
 
 
 OTHERS = [dict(shares=0, side=True, gate=False, pdl=False), dict(side=True, pdl=False), dict(side=True, pdl=False, priority=-1), dict(pdl=False), dict(gate=False), dict(BN=32),
-          dict(BN=64), dict(BN=64, warps=8), dict(shares=16), dict(shares=4), dict(cols=32), dict(shares=0)]      # the first is the way before: cuBLAS beside the base product
+          dict(BN=64), dict(BN=64, warps=8), dict(shares=16), dict(cols=32), dict(shares=0)]      # the first is the way before: cuBLAS beside the base product
 
 
 @contextmanager
