@@ -16,10 +16,10 @@ from kernel_table import World, distance, full_step, time_step
 from llminfer import splitkv
 from llminfer.layers import LayerProgram
 
-WIDE = [dict(stages=7), dict(heads=True), dict(S=2, regs=128), dict(S=2, stages=4, regs=128), dict(S=2, stages=4, regs=128, heads=True),
-        dict(N=64, warps=2, stages=4, regs=128), dict(N=64, warps=2, stages=4, regs=128, heads=True)]      # 1,000 programs or more
-NARROW = [dict(stages=7), dict(heads=True), dict(S=2, stages=4, regs=128), dict(N=64, warps=2, S=2), dict(N=64, warps=2, S=4, stages=4, regs=128),
-          dict(N=32, warps=1, S=4), dict(N=32, warps=1, S=4, stages=7, heads=True), dict(N=32, warps=1, S=8, stages=4, regs=128)]
+WIDE = [dict(M=16), dict(S=2), dict(S=2, stages=4), dict(stages=7), dict(N=64), dict(N=64, stages=3), dict(N=64, warps=2, stages=5, regs=128),
+        dict(N=64, warps=2, stages=4, regs=128), dict(heads=False)]      # 1,000 programs or more; M=16: queries are the rows of the products
+NARROW = [dict(M=8), dict(M=8, N=64, warps=2, S=2), dict(M=8, N=32, warps=1, S=4), dict(M=8, N=32, warps=1, S=8), dict(M=8, N=32, warps=1, S=4, heads=True),
+          dict(M=8, N=64, warps=2, S=4), dict(M=8, N=64, warps=1, S=4), dict(stages=7), dict(heads=True)]
 
 
 @contextmanager

@@ -24,9 +24,9 @@ except ImportError:   # a machine without Triton can import this module; noteboo
 # %% auto #0
 __all__ = ['PTX', 'jit', 'interpreted', 'turned', 'codes_of', 'as_kept', 'keep_head', 'rotate_kernel', 'Places', 'rotate_write',
            'rope_tables', 'share_of', 'expanded', 'load_scale', 'load_tile', 'scan_lanes', 'scan_dot', 'scan_codes',
-           'join_splits', 'fresh_rows', 'store_fresh', 'join_fresh', 'attend_kernel', 'hand_over', 'AttendShape',
-           'attend_shape', 'attend', 'prefill_kernel', 'prompt_tiles', 'prompt_tile', 'attend_prompt', 'stamp_kernel',
-           'stamp']
+           'scan_columns', 'join_splits', 'fresh_rows', 'store_fresh', 'join_fresh', 'attend_kernel', 'hand_over',
+           'AttendShape', 'attend_shape', 'attend', 'prefill_kernel', 'prompt_tiles', 'prompt_tile', 'attend_prompt',
+           'stamp_kernel', 'stamp']
 
 # %% ../nbs/14a_splitkv.ipynb #1f48a6e6
 def jit(fn: Any) -> Any:
@@ -175,9 +175,10 @@ def load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G: constexpr, E
               AHEAD: constexpr = False):
     "Keys and values of head g at positions i [N] of the row whose blocks are at `table`: [N, EP] each, zeros where not ok; their scales."
     e = tl.arange(0, EP)[None, :]
-    page = tl.load(table + i // BLOCK, mask=ok, other=0).to(tl.int64)
-    head = (page * BLOCK + i % BLOCK) * G + g
-    cell, m = (head * E)[:, None] + e, ok[:, None] & (e < E)
+    i = i.to(tl.uint32)      # so that a division is a shift
+    page, place = tl.load(table + i // BLOCK, mask=ok, other=0).to(tl.int64) * (BLOCK * G), (i % BLOCK * G + g).to(tl.int32)
+    head = page + place
+    cell, m = (page * E)[:, None] + ((place * E)[:, None] + e), ok[:, None] & (e < E)
     k, v = tl.load(k_pool + cell, mask=m, other=0.0), tl.load(v_pool + cell, mask=m, other=0.0)
     if k_pool.dtype.element_ty.primitive_bitwidth == 8:
         sk, sv = load_scale(k_scale, head, ok, g, G, AHEAD), load_scale(v_scale, head, ok, g, G, AHEAD)
@@ -260,6 +261,31 @@ def scan_codes(q, pos, k_pool, v_pool, k_scale, v_scale, table, g, lo, hi, scale
         m = new
     return m * scale - 6.0, l, acc
 
+# %% ../nbs/14a_splitkv.ipynb #2b43a5fa
+@jit
+def scan_columns(q, k_pool, v_pool, k_scale, v_scale, table, g, lo, hi, scale, M: constexpr, G: constexpr, E: constexpr, EP: constexpr,
+                 N: constexpr, BLOCK: constexpr):
+    "`scan_codes` for up to 8 queries of one position: both products turned, tokens by queries and [EP, M]."
+    if q.dtype == tl.bfloat16:      # its largest number becomes 1
+        top = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), 1.0e-20)
+        q, scale = (q.to(tl.float32) / top).to(tl.float16), scale * top
+    q = tl.trans(q)
+    m = tl.full((M,), -1.0e30, tl.float32)      # before `scale`
+    l = tl.zeros((N, M), tl.float32)            # summed at the end
+    acc = tl.zeros((EP, M), tl.float32)
+    for at in range(lo, hi, N):
+        i = at + tl.arange(0, N)
+        ok = i < hi
+        k, v, sk, sv = load_tile(k_pool, v_pool, k_scale, v_scale, table, i, ok, g, G, E, EP, BLOCK, True)
+        x = tl.dot(expanded(k, False).to(q.dtype), q, input_precision="ieee") * sk[:, None] + tl.where(ok, 0.0, -1.0e30)[:, None]
+        new = tl.maximum(m, tl.max(x, 0))
+        keep = tl.exp2((m - new) * scale)
+        w = tl.exp2(x * scale - (new * scale - 6.0)[None, :])      # 64 times what it is, as above
+        l = l * keep[None, :] + w
+        acc = acc * keep[None, :] + tl.dot(tl.trans(expanded(v, True).to(q.dtype)), (w * sv[:, None]).to(q.dtype), input_precision="ieee")
+        m = new
+    return m * scale - 6.0, tl.sum(l, 0), tl.trans(acc)
+
 # %% ../nbs/14a_splitkv.ipynb #989151ca
 @jit
 def join_splits(part, stat, out, head, used, E: constexpr, EP: constexpr, S: constexpr):
@@ -307,7 +333,6 @@ def attend_kernel(q, weight, k_pool, v_pool, k_scale, v_scale, out, part, stat, 
                   BLOCK: constexpr, S: constexpr, LEAST: constexpr, WINDOW: constexpr, FRESH: constexpr, NORM: constexpr,
                   HEADS: constexpr):
     """Attention of one token a place; U query heads a program in M rows, S splits. FRESH: q is the product of QKV, read in R rows.
-
     HEADS: the units of a place are neighbours in the grid."""
     b, unit, s = tl.program_id(1 if HEADS else 0).to(tl.int64), tl.program_id(0 if HEADS else 1), tl.program_id(2)
     j, e = tl.arange(0, M)[:, None], tl.arange(0, EP)[None, :]
@@ -330,6 +355,8 @@ def attend_kernel(q, weight, k_pool, v_pool, k_scale, v_scale, out, part, stat, 
         else: x = tl.load(q + head * E + e, mask=keep, other=0.0)
         if M == 1:
             m, l, acc = scan_lanes(x.to(tl.float32), k_pool, v_pool, k_scale, v_scale, blocks, g, lo, hi, scale, G, E, EP, N, BLOCK)
+        elif M == 8 and k_pool.dtype.element_ty.primitive_bitwidth == 8:
+            m, l, acc = scan_columns(x, k_pool, v_pool, k_scale, v_scale, blocks, g, lo, hi, scale, M, G, E, EP, N, BLOCK)
         else:
             scan: constexpr = scan_codes if k_pool.dtype.element_ty.primitive_bitwidth == 8 else scan_dot
             m, l, acc = scan(x, tl.full((M,), p, tl.int32), k_pool, v_pool, k_scale, v_scale, blocks, g, lo, hi, scale, M, G, E, EP, N,
@@ -377,7 +404,8 @@ def attend_shape(
 ) -> AttendShape:
     "The launch for a batch of B."
     ratio, EP = H // G, pow2(E)
-    M = max(16, pow2(ratio + 1))
+    wide = coded and B * G > 4 * processors
+    M = max(8 if wide else 16, pow2(ratio + 1))
     if B * H <= processors // 4: U, M, N, least, warps, stages = 1, 1, 64, 48 if EP <= 64 else 64, 4, 1
     elif B * G <= processors: U, N, least, warps, stages = ratio, 128, 80, 8 if EP <= 64 else 4, 3
     elif B * G <= 4 * processors and EP <= 64: U, N, least, warps, stages = ratio, 64, 64, 4, 5
@@ -386,7 +414,7 @@ def attend_shape(
         N, warps, stages = (128, 4, 5) if B * G <= 4 * processors and EP <= 64 else (32, 1, 5) if EP <= 64 else (64, 2, 5)
     if itemsize > 2 or EP > 128: N, warps, stages = 32, 4, 2
     S = min(pow2(max(2 * processors // (B * H // U), 1)), 16, pow2(-(-max_len // least)))
-    return AttendShape(U, M, N, S, least, warps, stages, heads=coded and B * G > 4 * processors)
+    return AttendShape(U, M, N, S, least, warps, stages, heads=wide)
 
 # %% ../nbs/14a_splitkv.ipynb #6b6fcd17
 def attend(att: PagedAttention, layer: int, q: Tensor, weight: Tensor | None, eps: float, at: Places, count: Tensor,

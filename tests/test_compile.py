@@ -15,7 +15,7 @@ def compile_all() -> None:
     from support.offline_triton import compiled
     import numpy as np
     import torch
-    from llminfer import kernels, layers
+    from llminfer import adapters, kernels, layers
     from llminfer.attention import PagedAttention
     from llminfer.interfaces import RowInit, variant_of
     from llminfer.kv_codes import POOLS
@@ -43,11 +43,18 @@ def compile_all() -> None:
                 sampler.init_rows([RowInit(r, 0, params, np.arange(3, dtype=np.int32), 3, 1000) for r in range(B)])
                 p.finish(st, sampler, ring, torch.zeros(B, V, dtype=torch.bfloat16), rows, zeros + 6, act, variant_of(params))
         p.prefill(st, torch.zeros(200, dtype=torch.int64), torch.arange(2), torch.arange(200) % 100, [0, 0], [100, 100])
-        for kind, B in itertools.product(("fp8", "int8"), (1, 64)):
+        for kind, B in itertools.product(("fp8", "int8"), (1, 64, 256)):
             st, zeros, act = DecodeState(B, 1024, 16, "cpu"), torch.zeros(B, dtype=torch.int64), torch.ones(B, dtype=torch.bool)
             p = layers.LayerProgram(model, PagedAttention(POOLS[kind](2, 65, 16, G, E, torch.bfloat16, "cpu"), H, windows=c.windows))
             for distinct in (True, False): p.decode(st, zeros, torch.arange(B), zeros + 5, act, 0, distinct)
             p.prefill(st, torch.zeros(200, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.arange(200), [0], [200])
+    for T, (n, width, K) in itertools.product((8, 64, 200), ((3, 6144, 4096), (1, 4096, 12288), (2, 24576, 4096))):      # parts of Qwen3-8B
+        new, cuts = lambda *s: torch.empty(s, dtype=torch.bfloat16), [(0, width)] if n == 1 else [(0, width // 2), (width // 2, width)]
+        for S, r in ((8, 16), (3, 5), (2, 256)):
+            shape, a, slots = adapters.pair_shape(T, width, K, n * S * r), new(n, S, r, K), torch.ones(T, dtype=torch.int64)
+            t = torch.empty(adapters.shape_of_t(shape, new(T, K), a), dtype=torch.bfloat16)
+            if shape.shares: adapters.x_times_a(shape, new(T, K), a, slots, True)
+            adapters.add_pairs(shape, new(T, width), t, new(S, r, width), cuts, slots, True, n == 2)
     kinds = {n for n, _ in compiled}
     assert all("cubin" in k.asm for k in compiled.values())
     print(len(compiled), "kernels of", len(kinds), "kinds")
