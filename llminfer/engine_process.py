@@ -163,7 +163,7 @@ class Process:
         self.jobs: dict[int, tuple[Job, Notify]] = {}
         self.notes: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self.alive, self.closing, self.stats, self.heard_at = False, False, dict[str, Any](), time.monotonic()
-        self.job_ids = count(1)
+        self.job_ids, self.writer = count(1), threading.Thread(target=self.write, name="llminfer-pipe", daemon=True)
         self.calls, self.call_ids = dict[int, Future[None]](), count(-1, -1)    # about adapters
         self.log, self.look, self.watchers = Trace(), 0, 0                      # the child's log, while somebody looks
 
@@ -171,7 +171,8 @@ class Process:
         "Body of a thread: notes to the child, many in one message."
         while self.alive:
             notes = drain(self.notes, None)
-            try: self.conn.send([n for n in notes if n is not None])
+            try:
+                if some := [n for n in notes if n is not None]: self.conn.send(some)
             except (OSError, ValueError): return
             if None in notes: return
 
@@ -224,6 +225,7 @@ class Reading(Process):
         for rid, (job, _) in list(self.jobs.items()):
             for i in range(job.request.n): self.give((rid, failed_chunk(job.request, i, why), None))
         self.after_batch()
+        self.writer.join()                                     # the number of a closed pipe may be another's a moment later
         self.conn.close()
 
 # %% ../nbs/24a_engine_process.ipynb #c78c6e99
@@ -254,7 +256,8 @@ class EngineProcess(Watched):
             raise EngineDeadError(f"the engine process ended while it loaded (exit code {code}); its messages are above") from None
         if kind == "failed": raise what
         self.alive, self.heard_at = True, time.monotonic()
-        for body in (self.write, self.read): threading.Thread(target=body, name="llminfer-pipe", daemon=True).start()
+        self.writer.start()
+        threading.Thread(target=self.read, name="llminfer-pipe", daemon=True).start()
         return what
 
     def check(self) -> None:
