@@ -141,7 +141,8 @@ def scan_kernel(logits, xs, raw, best, groups, step, times, rows, n_total, act, 
             if BIAS: x = biased(x, n, mine, bias_ids + row * n_bias, bias + row * n_bias, n_bias, V, c * CHUNK, CHUNK)
             if PENALTIES:
                 uses = tl.load(counts + row * V + n, mask=n < V, other=0)
-                for j in range(0, (b % PLACES).to(tl.int32)): uses += (n == tl.load(fed + b - j)).to(tl.int32) * 2
+                if PLACES > 1:     # guesses before this place
+                    for j in range(0, (b % PLACES).to(tl.int32)): uses += (n == tl.load(fed + b - j)).to(tl.int32) * 2
                 x = penalised(x, uses, floats + row * n_floats)
             if ENDS:
                 if tl.load(n_total + b) < tl.load(cols + row * n_cols + 4):

@@ -45,6 +45,7 @@ else:
         n = 0
         for seed in range(8):
             a, b = (Guessing(seed, "greedy", 8, max_len=5000, words=5 + 40 * (seed % 2), rows=3) for _ in range(2))
+            for w in (a, b): w.state.quota[:3], w.state.status[:3], w.state.limit[:3], w.book.asked[:], w.book.most[:3] = 5, 1, 5000, 0.0, 10
             x, y = DeviceLookup.lay(a.book, a, a.program, a.rows, 0, a.variant), KernelLookup.lay(b.book, b, b.program, b.rows, 0, b.variant)
             same_fed(x, y)
             n += int(y.live[:, 1:].sum())
