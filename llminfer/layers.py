@@ -340,6 +340,7 @@ def tile_shape(kind: str, T: int, K: int, itemsize: int = 2) -> TileShape:
     if T <= 128: return TileShape(128 if kind == "gate_up" else 64, 32 if kind != "gate_up" else 16, 128, 3, 4)
     return TileShape(128, 64, 64, 4, 8) if kind == "gate_up" else TileShape(64, 64 if kind == "qkv" else 32, 64, 4, 4)
 
+# %% ../nbs/15a_layers.ipynb #72985bb0
 @dataclass
 class TileCall:
     "What is common to the launches of a step over tiles."

@@ -8,13 +8,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     def test_guesses_under_the_interpreter(): run_alone(__file__)
 else:
     import random
-    from dataclasses import fields, replace
-    from functools import partial
-    import numpy as np
+    from dataclasses import replace
     import pytest
     import torch
     from support import bounds
-    from support.guess_scenes import KINDS, Guessing, same_fed, same_world
+    from support.guess_scenes import KINDS, Guessing, V, same_fed, same_world
     from llminfer.core import CoreConfig, generate, make_core
     from llminfer.cuda_graphs import GraphRunner
     from llminfer.draft import DeviceDrafts, Source
@@ -66,6 +64,19 @@ else:
             accepted += int((b.state.len - b.before_len)[:-1].clamp_min(1).sub(1).sum())
         assert accepted > 8, accepted
         if kind == "greedy": assert ends == set(RowStatus)
+
+    @pytest.mark.parametrize("kind", ["greedy", "penalties"])
+    def test_step_after_step(kind):
+        "A model that knows the last id only; what a step leaves is what the next one reads."
+        table = torch.randn(V, V, generator=torch.Generator().manual_seed(0)) * 4
+        a, b = (Guessing(3, kind, 8, max_len=200) for _ in range(2))
+        for w in (a, b): w.state.quota[:7], w.state.limit[:7], w.book.asked[:], w.book.most[:7] = 100, 200, 0.0, 8
+        for _ in range(10):
+            for w, who in ((a, DeviceLookup), (b, KernelLookup)):
+                fed = who.lay(w.book, w, w.program, w.rows, 0, w.variant)
+                who.close(w.book, w, w.rows, fed, table[fed.ids.view(-1)], w.variant)
+            same_world(a, b)
+        assert (a.state.len - a.before_len)[:7].max() > 20
 
     def test_a_draft_is_told_what_a_lookup_learns():
         told = []

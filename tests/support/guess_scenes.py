@@ -11,7 +11,7 @@ from llminfer.sampling import SamplerState
 from llminfer.speculative import Fed
 
 V = 40
-KINDS = {"greedy": [{}], "sampled": [dict(temperature=0.7, top_k=8), dict(temperature=1.0, top_k=3, top_p=0.9), {}], "open": [dict(temperature=0.8), dict(temperature=0.9, top_p=0.8, min_p=0.02), {}],
+KINDS: dict[str, list[dict[str, Any]]] = {"greedy": [{}], "sampled": [dict(temperature=0.7, top_k=8), dict(temperature=1.0, top_k=3, top_p=0.9), {}], "open": [dict(temperature=0.8), dict(temperature=0.9, top_p=0.8, min_p=0.02), {}],
          "penalties": [dict(repetition_penalty=1.3), dict(frequency_penalty=0.4, presence_penalty=0.2), {}], "bias and ends": [dict(logit_bias=((1, 2.0), (3, -2.0))), dict(min_tokens=30), dict(bad_words_ids=((2,),))]}
 
 
