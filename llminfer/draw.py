@@ -26,7 +26,7 @@ __all__ = ['LOWEST', 'RING_WORD', 'order_key', 'key_value', 'key_id', 'cipher', 
            'mass_of', 'penalised', 'biased', 'endless', 'scan_kernel', 'race_chunk', 'chunk_mass', 'peak_of', 'races',
            'race_kernel', 'best_of', 'before_kernel', 'mass_before', 'draw_open', 'nth_key', 'gather_words',
            'race_list', 'mass_list', 'draw_top', 'packed_word', 'ring_word', 'settle', 'draw_kernel', 'TailShape',
-           'tail_shape', 'torch_parts', 'scan', 'race', 'drawn', 'finish_fused', 'draw_places']
+           'tail_shape', 'torch_parts', 'scan', 'race', 'draw_tokens', 'finish_fused', 'draw_places']
 
 # %% ../nbs/14b_draw.ipynb #7df778ba
 LOWEST: Any = None if triton is None else constexpr(-2139095041 << 32)   # the key of -inf at the last id that there could be
@@ -511,8 +511,8 @@ def race(t: _Tail, xs: Tensor, best: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     if t.v.top_p: before_kernel[grid](xs, best, score, winner, before, t.rows, t.act, s.ints, s.floats, t.V, *t.settings, **kw)
     return score, winner, mass, before
 
-# %% ../nbs/14b_draw.ipynb #97fae736
-def drawn(t: _Tail, join: Callable[[Tensor], Tensor] | None = None) -> Tensor: # [B] int64, if anybody asks for it
+# %% ../nbs/14b_draw.ipynb #9b247190
+def draw_tokens(t: _Tail, join: Callable[[Tensor], Tensor] | None = None) -> Tensor: # [B] int64, if anybody asks for it
     "All launches of a tail."
     st, s, ring, v = t.st, t.sampler, t.ring, t.v
     xs, raw, best, groups = scan(t)
@@ -541,7 +541,7 @@ def finish_fused(st: DecodeState, sampler: SamplerState, ring: Ring,
 ) -> None:
     "What `finish_step` does, in two launches, three without top-k, four with top-p and no top-k; see `torch_parts` for what adds to them."
     t = _Tail(st, sampler, ring, logits, rows, n_total, act, variant, shape or tail_shape(logits.shape[1]))
-    tokens = drawn(t, join)
+    tokens = draw_tokens(t, join)
     if variant.logprobs >= 0:
         side = token_logprobs(logits, tokens, variant.logprobs)
         ring.write_side(((st.step - 1) % ring.n_steps).expand(t.B), rows, list(side))
@@ -555,4 +555,4 @@ def draw_places(st: DecodeState, sampler: SamplerState, ring: Ring,
     shape: TailShape | None = None,
 ) -> Tensor: # [n S] int64, -1 behind logits that are no numbers and where nothing is drawn
     "Draw behind every place, and count the step."
-    return drawn(_Tail(st, sampler, ring, logits, rows, n_total, act, variant, shape or tail_shape(logits.shape[1]), fed))
+    return draw_tokens(_Tail(st, sampler, ring, logits, rows, n_total, act, variant, shape or tail_shape(logits.shape[1]), fed))
