@@ -1991,6 +1991,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'llminfer.layers.RowShape': ('layers.html#rowshape', 'llminfer/layers.py'),
                                  'llminfer.layers.TileCall': ('layers.html#tilecall', 'llminfer/layers.py'),
                                  'llminfer.layers.TileShape': ('layers.html#tileshape', 'llminfer/layers.py'),
+                                 'llminfer.layers.add_tile': ('layers.html#add_tile', 'llminfer/layers.py'),
                                  'llminfer.layers.attend_parts': ('layers.html#attend_parts', 'llminfer/layers.py'),
                                  'llminfer.layers.embed_kernel': ('layers.html#embed_kernel', 'llminfer/layers.py'),
                                  'llminfer.layers.embed_rows': ('layers.html#embed_rows', 'llminfer/layers.py'),

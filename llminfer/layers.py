@@ -27,8 +27,8 @@ except ImportError:   # a machine without Triton can import this module
 # %% auto #0
 __all__ = ['WHOLE', 'piece', 'row_kernel', 'merged', 'merge_kernel', 'RowShape', 'row_shape', 'PartShape', 'part_shape',
            'RowCall', 'row_product', 'pdl_works', 'turned_tile', 'lanes', 'parts_kernel', 'leave_part', 'attend_parts',
-           'embed_kernel', 'last_norm_kernel', 'fetch', 'tile_kernel', 'TileShape', 'tile_shape', 'TileCall',
-           'tile_product', 'LayerProgram', 'embed_rows', 'last_norm', 'rows_step', 'tiles_step']
+           'embed_kernel', 'last_norm_kernel', 'fetch', 'add_tile', 'tile_kernel', 'TileShape', 'tile_shape',
+           'TileCall', 'tile_product', 'LayerProgram', 'embed_rows', 'last_norm', 'rows_step', 'tiles_step']
 
 # %% ../nbs/15a_layers.ipynb #9e86a27b
 @jit
@@ -280,45 +280,55 @@ def fetch(w, n, N, K: constexpr, LINES: constexpr):
     at = w + (tl.minimum(n, N - 1).to(tl.int64) * K)[:, None] + k[None, :]
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, False, 1)
 
+@jit
+def add_tile(rows, cols, far, at, i_ok, n_ok, acc, up, K: constexpr, BK: constexpr, PAIR: constexpr):
+    "Columns at .. at + BK - 1 of a product, and of its twin whose weights lie `far` behind (PAIR)."
+    k = at + tl.arange(0, BK)[None, :]
+    u = tl.load(rows + k, mask=i_ok[:, None] & (k < K), other=0.0)
+    c = tl.load(cols + k, mask=n_ok[:, None] & (k < K), other=0.0)
+    acc = tl.dot(u, tl.trans(c), acc, input_precision="ieee")
+    if PAIR:
+        c = tl.load(cols + far + k, mask=n_ok[:, None] & (k < K), other=0.0)
+        up = tl.dot(u, tl.trans(c), up, input_precision="ieee")
+    return acc, up
+
 # %% ../nbs/15a_layers.ipynb #2786c2fe
 @jit
-def tile_kernel(a, w, bias, out, x, norm, squares, squares_out, T, N, eps, K: constexpr, P: constexpr, PP: constexpr,
-                BM: constexpr, BN: constexpr, BK: constexpr, SCALE: constexpr, PAIR: constexpr, ADD: constexpr,
-                BIAS: constexpr, AHEAD: constexpr, PDL: constexpr):
-    """out [T, N] = a [T, K] w' over tiles; rows divided by their rms (SCALE; P partial sums of squares).
+def tile_kernel(a, w, bias, out, x, norm, squares, squares_out, T, N, eps, K: constexpr, P: constexpr, PP: constexpr, BM: constexpr,
+                BN: constexpr, BK: constexpr, SCALE: constexpr, PAIR: constexpr, ADD: constexpr, BIAS: constexpr, EARLY: constexpr,
+                LINES: constexpr, PDL: constexpr):
+    """out [T, N] = a [T, K] w' over tiles; rows divided by their rms (SCALE; P partial sums of squares). PAIR: silu(gate) * up.
 
-    PAIR: silu(gate) * up. ADD: x += it, out = x * norm, and squares_out gets each tile's sums of squares.
-    AHEAD: fetch weights before the wait, a row in so many lines."""
-    i, n, k = tl.program_id(1) * BM + tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    acc, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    ADD: x += it, out = x * norm, and squares_out gets each tile's sums of squares. LINES of 128 bytes: to fetch of each row of w."""
+    i, n, q = tl.program_id(1) * BM + tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, PP)
+    acc, up, i_ok, n_ok, far = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32), i < T, n < N, tl.cast(N, tl.int64) * K
     rows, cols = a + i.to(tl.int64)[:, None] * K, w + n.to(tl.int64)[:, None] * K
-    if AHEAD:
-        fetch(w, n, N, K, AHEAD)
-        if PAIR: fetch(w + tl.cast(N, tl.int64) * K, n, N, K, AHEAD)
+    cell, m = i.to(tl.int64)[:, None] * N + n[None, :], i_ok[:, None] & n_ok[None, :]
+    sums, some, more, up2 = squares + q[None, :] * T + i[:, None], (q < P)[None, :] & i_ok[:, None], acc, up
+    if LINES:
+        fetch(w, n, N, K, LINES)
+        if PAIR: fetch(w + far, n, N, K, LINES)
         gdc_launch_dependents()
     if PDL: gdc_wait()
-    for at in range(0, K, BK):
-        u = tl.load(rows + (at + k)[None, :], mask=(i < T)[:, None] & (at + k < K)[None, :], other=0.0)
-        c = tl.load(cols + (at + k)[None, :], mask=(n < N)[:, None] & (at + k < K)[None, :], other=0.0)
-        acc = tl.dot(u, tl.trans(c), acc, input_precision="ieee")
-        if PAIR:
-            c = tl.load(cols + tl.cast(N, tl.int64) * K + (at + k)[None, :], mask=(n < N)[:, None] & (at + k < K)[None, :], other=0.0)
-            up = tl.dot(u, tl.trans(c), up, input_precision="ieee")
-    cell, m = i.to(tl.int64)[:, None] * N + n[None, :], (i < T)[:, None] & (n < N)[None, :]
-    if PDL and not AHEAD: gdc_launch_dependents()
+    if EARLY and SCALE: parts = tl.load(sums, mask=some, other=0.0)
+    if EARLY and ADD: old, scale = tl.load(x + cell, mask=m, other=0.0), tl.load(norm + n, mask=n_ok, other=0.0)
+    for at in range(0, K, BK * (2 if EARLY else 1)):
+        acc, up = add_tile(rows, cols, far, at, i_ok, n_ok, acc, up, K, BK, PAIR)
+        if EARLY: more, up2 = add_tile(rows, cols, far, at + BK, i_ok, n_ok, more, up2, K, BK, PAIR)
+    if EARLY: acc, up = acc + more, up + up2
+    if PDL and not LINES: gdc_launch_dependents()
     if SCALE:
-        q = tl.arange(0, PP)
-        parts = tl.load(squares + q[None, :] * T + i[:, None], mask=(q < P)[None, :] & (i < T)[:, None], other=0.0)
+        if not EARLY: parts = tl.load(sums, mask=some, other=0.0)
         shrink = tl.rsqrt(tl.sum(parts, 1) / K + eps)[:, None]
-        acc = acc * shrink
-        if PAIR: up = up * shrink
-    if BIAS: acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        acc, up = acc * shrink, up * shrink
+    if BIAS: acc += tl.load(bias + n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
     if PAIR: acc = acc / (1.0 + tl.exp(-acc)) * up
     if ADD:
-        acc += tl.load(x + cell, mask=m, other=0.0)
+        if not EARLY: old, scale = tl.load(x + cell, mask=m, other=0.0), tl.load(norm + n, mask=n_ok, other=0.0)
+        acc += old
         tl.store(x + cell, acc, mask=m)
-        tl.store(squares_out + tl.program_id(0) * T + i, tl.sum(tl.where(m, acc * acc, 0.0), 1), mask=i < T)
-        acc = acc * tl.load(norm + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        tl.store(squares_out + tl.program_id(0) * T + i, tl.sum(tl.where(m, acc * acc, 0.0), 1), mask=i_ok)
+        acc = acc * scale.to(tl.float32)[None, :]
     tl.store(out + cell, acc, mask=m)
 
 # %% ../nbs/15a_layers.ipynb #636cc3d3
@@ -347,7 +357,7 @@ class TileCall:
     T: int
     eps: float
     pdl: bool
-    ahead: bool                # begin early and fetch weights
+    early: bool                # hide what can be hidden for few rows
     x: Tensor                  # [T, D] fp32, the residual
     shapes: dict[str, TileShape]
 
@@ -359,17 +369,18 @@ def tile_product(call: TileCall, kind: str, a: Tensor, linear: Any, out: Tensor,
     if pair: N //= 2
     grid, P = (-(-N // c.BN), -(-T // c.BM)), 1 if squares is None else squares.shape[0]
     made = None if norm is None else call.x.new_empty(grid[0], T)
+    lines, BK = pow2(-(-K * w.element_size() // 128)) if call.early and call.pdl else 0, c.BK // (2 if call.early else 1)
     tile_kernel[grid](a, w, w if bias is None else bias, out, call.x, w if norm is None else norm, a if squares is None else squares,
-        a if made is None else made, T, N, call.eps, K=K, P=P, PP=pow2(P), BM=c.BM, BN=c.BN, BK=c.BK, SCALE=squares is not None, PAIR=pair,
-        ADD=norm is not None, BIAS=bias is not None, AHEAD=pow2(-(-K * w.element_size() // 128)) if call.ahead else 0, PDL=call.pdl,
-        num_warps=c.warps, num_stages=c.stages, **pdl_launch(call.pdl))
+        a if made is None else made, T, N, call.eps, K=K, P=P, PP=pow2(P), BM=c.BM, BN=c.BN, BK=BK, SCALE=squares is not None, PAIR=pair,
+        ADD=norm is not None, BIAS=bias is not None, EARLY=call.early, LINES=lines, PDL=call.pdl, num_warps=c.warps,
+        num_stages=c.stages, **pdl_launch(call.pdl))
     return made
 
 # %% ../nbs/15a_layers.ipynb #b554898f
 class LayerProgram(FusedProgram):
     "`FusedProgram` with five launches a layer where that is faster than cuBLAS and the kernels between."
     most_rows, most_tiles, widest = 2, 64, 2048   # places for row kernels, for tile kernels; hidden size up to which tiles win
-    early = 16                        # places up to which tiles begin before their turn
+    early = 16                        # places up to which tiles hide latencies
     shapes: dict[str, Any] = {}       # launches by kind, instead of the tables'
     def __init__(self, model: Any, attention: PagedAttention):
         super().__init__(model, attention)
@@ -434,7 +445,7 @@ def tiles_step(p: LayerProgram, ids: Tensor, at: Places,
     "All layers for tiles of rows; with a program a head for most of a GPU, attention needs no splits."
     m, c, T = p.model, p.model.config, ids.shape[0]
     x, h, squares = embed_rows(p, ids)
-    early = p.pdl and T <= p.early
+    early, pdl = T <= p.early, p.pdl and T <= p.early
     call, new = TileCall(T, c.norm_eps, p.pdl, early, x, p.shapes), lambda n: torch.empty(T, n, dtype=m.dtype, device=x.device)
     qkv, f = new((c.n_heads + 2 * c.n_kv_heads) * c.head_dim), new(c.intermediate_size)
     o, stat, whole = new(c.n_heads * c.head_dim), x.new_empty(T * c.n_heads), None
@@ -443,8 +454,8 @@ def tiles_step(p: LayerProgram, ids: Tensor, at: Places,
     after = [*(layer.attn_norm for layer in m.layers[1:]), m.norm]
     for i, (layer, norm) in enumerate(zip(m.layers, after)):
         tile_product(call, "qkv", h, layer.qkv, qkv, squares)
-        q = qkv if distinct else rotate_write(p.attention, i, qkv, layer.qk_norm, c.norm_eps, at, early)
-        if whole is None: o = attend(p.attention, i, q, layer.qk_norm, c.norm_eps, at, p.count, distinct, pdl=early)
+        q = qkv if distinct else rotate_write(p.attention, i, qkv, layer.qk_norm, c.norm_eps, at, pdl)
+        if whole is None: o = attend(p.attention, i, q, layer.qk_norm, c.norm_eps, at, p.count, distinct, pdl=pdl)
         else: attend_parts(whole, p.attention, i, qkv, layer.qk_norm, at, o, stat)
         squares = tile_product(call, "o", o, layer.o, h, norm=layer.mlp_norm)
         tile_product(call, "gate_up", h, layer.gate_up, f, squares)
