@@ -28,8 +28,8 @@ from llminfer.runner import DecodeState, Ring, TorchProgram, finish_step
 from llminfer.sampling import SamplerState
 from llminfer.splitkv import attend_shape
 
-SHAPES = {"esme-214m": (32768, 768, 2048, 30, 12, 4, 64), "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128),
-          "qwen3-8b": (151936, 4096, 12288, 36, 32, 8, 128)}
+SHAPES = {"esme-214m": (32768, 768, 2048, 30, 12, 4, 64), "smollm2-135m": (49152, 576, 1536, 30, 9, 3, 64),
+          "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128), "qwen3-8b": (151936, 4096, 12288, 36, 32, 8, 128)}
 GREEDY = variant_of(SamplingParams(temperature=0))
 
 

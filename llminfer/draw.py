@@ -25,8 +25,8 @@ except ImportError:   # a machine without Triton can import this module; noteboo
 __all__ = ['LOWEST', 'RING_WORD', 'order_key', 'key_value', 'key_id', 'cipher', 'gumbel_of', 'noise_at', 'row_stream', 'heat',
            'mass_of', 'penalised', 'biased', 'endless', 'scan_kernel', 'race_chunk', 'chunk_mass', 'peak_of', 'races',
            'race_kernel', 'best_of', 'before_kernel', 'mass_before', 'draw_open', 'nth_key', 'gather_words',
-           'race_list', 'mass_list', 'draw_top', 'ring_word', 'settle', 'draw_kernel', 'TailShape', 'tail_shape',
-           'torch_parts', 'scan', 'race', 'finish_fused']
+           'race_list', 'mass_list', 'draw_top', 'packed_word', 'ring_word', 'settle', 'draw_kernel', 'TailShape',
+           'tail_shape', 'torch_parts', 'scan', 'race', 'draw_tokens', 'finish_fused', 'draw_places']
 
 # %% ../nbs/14b_draw.ipynb #7df778ba
 LOWEST: Any = None if triton is None else constexpr(-2139095041 << 32)   # the key of -inf at the last id that there could be
@@ -122,9 +122,9 @@ def endless(x, n, xs, stops, width, V, first, CHUNK: constexpr):
 
 # %% ../nbs/14b_draw.ipynb #5df95963
 @jit
-def scan_kernel(logits, xs, raw, best, groups, step, times, rows, n_total, act, cols, floats, counts, bias_ids, bias, stops, V, n_bias,
+def scan_kernel(logits, xs, raw, best, groups, step, times, rows, n_total, act, cols, floats, counts, bias_ids, bias, stops, fed, V, n_bias,
                 n_stops, n_cols, n_floats, n_steps, CHUNK: constexpr, S: constexpr, KEYS: constexpr, RULES: constexpr, GIVEN: constexpr,
-                PENALTIES: constexpr, BIAS: constexpr, ENDS: constexpr, CLOCK: constexpr):
+                PENALTIES: constexpr, BIAS: constexpr, ENDS: constexpr, CLOCK: constexpr, PLACES: constexpr):
     "A chunk of a place's vocabulary: rules applied into `xs`, the first word of the chunk and of its S groups. Counts and times the step."
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n, at = c * CHUNK + tl.arange(0, CHUNK), b * tl.num_programs(1) + c
@@ -139,7 +139,11 @@ def scan_kernel(logits, xs, raw, best, groups, step, times, rows, n_total, act, 
             row, mine = tl.load(rows + b), xs + b * V
             if GIVEN: x = tl.load(mine + n, mask=n < V, other=-float("inf"))
             if BIAS: x = biased(x, n, mine, bias_ids + row * n_bias, bias + row * n_bias, n_bias, V, c * CHUNK, CHUNK)
-            if PENALTIES: x = penalised(x, tl.load(counts + row * V + n, mask=n < V, other=0), floats + row * n_floats)
+            if PENALTIES:
+                uses = tl.load(counts + row * V + n, mask=n < V, other=0)
+                if PLACES > 1:     # guesses before this place
+                    for j in range(0, (b % PLACES).to(tl.int32)): uses += (n == tl.load(fed + b - j)).to(tl.int32) * 2
+                x = penalised(x, uses, floats + row * n_floats)
             if ENDS:
                 if tl.load(n_total + b) < tl.load(cols + row * n_cols + 4):
                     x = endless(x, n, mine, stops + row * n_stops, n_stops, V, c * CHUNK, CHUNK)
@@ -348,12 +352,18 @@ def draw_top(xs, groups, picks, keys, k, most, N, V, top, temperature, p, log_mi
         else: racing = racing * 0
     return drawn
 
-# %% ../nbs/14b_draw.ipynb #d4de2887
+# %% ../nbs/14b_draw.ipynb #a6487836
+@jit
+def packed_word(step, token, status, emit, generation, TAG_MASK: constexpr, TAG: constexpr, STATUS: constexpr, EMIT: constexpr,
+                GEN: constexpr):
+    "`interfaces.pack_word`, with the tag of a step."
+    return token | ((step % TAG_MASK + 1) << TAG) | (status << STATUS) | (emit << EMIT) | (generation << GEN)
+
 @jit
 def ring_word(words, row, step, token, status, emit, generation, n_steps, R1, TAG_MASK: constexpr, TAG: constexpr, STATUS: constexpr,
               EMIT: constexpr, GEN: constexpr):
     "Write a row's word of this step."
-    word = token | ((step % TAG_MASK + 1) << TAG) | (status << STATUS) | (emit << EMIT) | (generation << GEN)
+    word = packed_word(step, token, status, emit, generation, TAG_MASK, TAG, STATUS, EMIT, GEN)
     tl.store(words + (step % n_steps) * R1 + row, word)
 
 @jit
@@ -384,9 +394,9 @@ def settle(token, finite, row, n, live, step, ints, history, stops, n_eos, count
 def draw_kernel(xs, raw, best, groups, picks, keys, score, winner, mass, before, tokens, step, rows, n_total, act, ints, history, stops,
                 cols, floats, counts, words, V, C, N, most, R1, n_steps, max_len, n_stops, n_cols, n_floats, CHUNK: constexpr, S: constexpr,
                 CP: constexpr, NP: constexpr, SP: constexpr, TILE: constexpr, SCALE: constexpr, TOP: constexpr, OPEN: constexpr,
-                RULES: constexpr, COUNT: constexpr, KEEP: constexpr, TAG_MASK: constexpr, TAG: constexpr, STATUS: constexpr,
-                EMIT: constexpr, GEN: constexpr):
-    "One place: token, ends, row, ring word."
+                RULES: constexpr, COUNT: constexpr, KEEP: constexpr, PLACES: constexpr, TAG_MASK: constexpr, TAG: constexpr,
+                STATUS: constexpr, EMIT: constexpr, GEN: constexpr):
+    "One place: token, ends, row, ring word; of several places a row the token only, -1 behind logits that are no numbers."
     b = tl.program_id(0).to(tl.int64)
     row, n, live = tl.load(rows + b), tl.load(n_total + b), tl.load(act + b)
     mine, own = cols + row * n_cols, floats + row * n_floats
@@ -412,9 +422,11 @@ def draw_kernel(xs, raw, best, groups, picks, keys, score, winner, mass, before,
                         key = draw_open(x, best + at, score + at, winner + at, mass + at, before + at, C, V, top, temperature, p,
                             log_min_p, seed, child, n, CHUNK, CP, SCALE)
         token = key_id(key)
-    if KEEP: tl.store(tokens + b, token)
-    settle(token, finite, row, n, live, tl.load(step) - 1, ints, history, stops, tl.load(mine + 7), counts, words, V, R1, n_steps, max_len,
-        n_stops, SP, COUNT, TAG_MASK, TAG, STATUS, EMIT, GEN)
+    if PLACES > 1: tl.store(tokens + b, tl.where(finite, token, -1))
+    else:
+        if KEEP: tl.store(tokens + b, token)
+        settle(token, finite, row, n, live, tl.load(step) - 1, ints, history, stops, tl.load(mine + 7), counts, words, V, R1, n_steps,
+            max_len, n_stops, SP, COUNT, TAG_MASK, TAG, STATUS, EMIT, GEN)
 
 # %% ../nbs/14b_draw.ipynb #4f9b0267
 RING_WORD = dict(TAG_MASK=TAG_MASK, TAG=TAG_SHIFT, STATUS=STATUS_SHIFT, EMIT=EMIT_SHIFT, GEN=GEN_SHIFT)
@@ -449,6 +461,7 @@ class _Tail:
     act: Tensor
     v: Variant
     shape: TailShape
+    fed: Tensor | None = None
 
     def __post_init__(self) -> None:
         v, (self.B, self.V) = self.v, self.logits.shape
@@ -457,7 +470,7 @@ class _Tail:
         self.top, self.open = v.sample and v.k_cap > 0, v.sample and (v.k_open or v.k_cap >= self.V or not v.k_cap)
         self.most = min(v.k_cap, self.C * self.S)
         self.scale = 2.0 ** (62 - self.V.bit_length())
-        s = self.sampler
+        s, self.places = self.sampler, 1 if self.fed is None else self.fed.shape[1]
         self.settings = s.ints.shape[1], s.floats.shape[1]
         self.stops = self.rows if s.stop_ids.data is None else s.stop_ids.data
         self.n_stops = 0 if s.stop_ids.data is None else self.stops.shape[1]
@@ -482,9 +495,10 @@ def scan(t: _Tail) -> tuple[Tensor, Tensor, Tensor, Tensor]: # xs [B, V]; raw, b
     raw, groups = t.new(t.B, t.C) if rules else best, t.new(t.B, t.C * t.S) if t.top else best
     lists = none if counts is None else counts, none if ids is None else ids, xs if values is None else values
     scan_kernel[(t.B, t.C)](t.logits, xs, raw, best, groups, st.step, none if times is None else times, t.rows, t.n_total, t.act, s.ints,
-        s.floats, *lists, t.stops, t.V, 0 if ids is None else ids.shape[1], t.n_stops, *t.settings, t.ring.n_steps, CHUNK=t.shape.chunk,
-        S=t.S, KEYS=t.top, RULES=rules, GIVEN=given, PENALTIES=counts is not None, BIAS=ids is not None, ENDS=ends,
-        CLOCK=times is not None and not interpreted(), num_warps=4 if t.shape.chunk < 4096 else 8, enable_fp_fusion=False)
+        s.floats, *lists, t.stops, none if t.fed is None else t.fed, t.V, 0 if ids is None else ids.shape[1], t.n_stops, *t.settings,
+        t.ring.n_steps, CHUNK=t.shape.chunk, S=t.S, KEYS=t.top, RULES=rules, GIVEN=given, PENALTIES=counts is not None,
+        BIAS=ids is not None, ENDS=ends, CLOCK=times is not None and not interpreted(), PLACES=t.places,
+        num_warps=4 if t.shape.chunk < 4096 else 8, enable_fp_fusion=False)
     return xs, raw, best, groups
 
 # %% ../nbs/14b_draw.ipynb #fe921279
@@ -497,7 +511,25 @@ def race(t: _Tail, xs: Tensor, best: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     if t.v.top_p: before_kernel[grid](xs, best, score, winner, before, t.rows, t.act, s.ints, s.floats, t.V, *t.settings, **kw)
     return score, winner, mass, before
 
-# %% ../nbs/14b_draw.ipynb #d39621bd
+# %% ../nbs/14b_draw.ipynb #9b247190
+def draw_tokens(t: _Tail, join: Callable[[Tensor], Tensor] | None = None) -> Tensor: # [B] int64, if anybody asks for it
+    "All launches of a tail."
+    st, s, ring, v = t.st, t.sampler, t.ring, t.v
+    xs, raw, best, groups = scan(t)
+    if join is not None: raw = best = groups = join(best)
+    score, winner, mass, before = race(t, xs, best) if t.open else (best, best, best, best)
+    picks, keys = (t.new(t.B, t.most, dtype=torch.int32), t.new(t.B, t.most * t.shape.group)) if t.top else (best, best)
+    counts, keep = s.counts.data, v.logprobs >= 0
+    tokens = t.new(t.B) if keep or t.places > 1 else best
+    V, C = s.vocab_size, best.shape[1]
+    N, NP, CP, SP = t.C * t.S, *map(power_of_two, (t.C * t.S, C, max(t.n_stops, 1)))
+    draw_kernel[(t.B,)](xs, raw, best, groups, picks, keys, score, winner, mass, before, tokens, st.step, t.rows, t.n_total, t.act, st.ints,
+        st.history, t.stops, s.ints, s.floats, st.history if counts is None else counts, ring.words, V, C, N, t.most, st.ints.shape[1],
+        ring.n_steps, st.max_model_len, t.n_stops, *t.settings, CHUNK=t.shape.chunk, S=t.S, CP=CP, NP=NP, SP=SP, TILE=1024,
+        SCALE=t.scale, TOP=t.top, OPEN=t.open, RULES=raw is not best, COUNT=counts is not None, KEEP=keep, PLACES=t.places,
+        num_warps=(8 if NP <= 2048 else 16) if v.sample else 1, enable_fp_fusion=False, **RING_WORD)
+    return tokens
+
 def finish_fused(st: DecodeState, sampler: SamplerState, ring: Ring,
     logits: Tensor,   # [B, V] contiguous, fp32, bf16 or fp16; not changed
     rows: Tensor,     # [B] int64
@@ -509,19 +541,18 @@ def finish_fused(st: DecodeState, sampler: SamplerState, ring: Ring,
 ) -> None:
     "What `finish_step` does, in two launches, three without top-k, four with top-p and no top-k; see `torch_parts` for what adds to them."
     t = _Tail(st, sampler, ring, logits, rows, n_total, act, variant, shape or tail_shape(logits.shape[1]))
-    xs, raw, best, groups = scan(t)
-    if join is not None: raw = best = groups = join(best)
-    score, winner, mass, before = race(t, xs, best) if t.open else (best, best, best, best)
-    picks, keys = (t.new(t.B, t.most, dtype=torch.int32), t.new(t.B, t.most * t.shape.group)) if t.top else (best, best)
-    counts, keep = sampler.counts.data, variant.logprobs >= 0
-    tokens = t.new(t.B) if keep else best
-    V, C = sampler.vocab_size, best.shape[1]
-    N, NP, CP, SP = t.C * t.S, *map(power_of_two, (t.C * t.S, C, max(t.n_stops, 1)))
-    draw_kernel[(t.B,)](xs, raw, best, groups, picks, keys, score, winner, mass, before, tokens, st.step, rows, n_total, act, st.ints,
-        st.history, t.stops, sampler.ints, sampler.floats, st.history if counts is None else counts, ring.words, V, C, N, t.most,
-        st.ints.shape[1], ring.n_steps, st.max_model_len, t.n_stops, *t.settings, CHUNK=t.shape.chunk, S=t.S, CP=CP, NP=NP, SP=SP,
-        TILE=1024, SCALE=t.scale, TOP=t.top, OPEN=t.open, RULES=raw is not best, COUNT=counts is not None, KEEP=keep,
-        num_warps=(8 if NP <= 2048 else 16) if variant.sample else 1, enable_fp_fusion=False, **RING_WORD)
-    if keep:
+    tokens = draw_tokens(t, join)
+    if variant.logprobs >= 0:
         side = token_logprobs(logits, tokens, variant.logprobs)
         ring.write_side(((st.step - 1) % ring.n_steps).expand(t.B), rows, list(side))
+
+# %% ../nbs/14b_draw.ipynb #4461ef51
+def draw_places(st: DecodeState, sampler: SamplerState, ring: Ring,
+    logits: Tensor,   # [n S, V]
+    fed: Tensor,      # [n, S] int64, S > 1: what the places of n rows feed
+    rows: Tensor, n_total: Tensor, act: Tensor, # [n S] each, as in `finish_fused`
+    variant: Variant, # without `torch_parts`
+    shape: TailShape | None = None,
+) -> Tensor: # [n S] int64, -1 behind logits that are no numbers and where nothing is drawn
+    "Draw behind every place, and count the step."
+    return draw_tokens(_Tail(st, sampler, ring, logits, rows, n_total, act, variant, shape or tail_shape(logits.shape[1]), fed))

@@ -17,7 +17,8 @@ from .sampling import Sampled, SamplerState, tails
 
 # %% auto #0
 __all__ = ['LONGEST', 'FIRST_CHANCE', 'LEARN', 'FORGIVE', 'lookup', 'propose', 'Judged', 'judge', 'settle', 'worthwhile',
-           'learned', 'Lookup', 'Guesser', 'DeviceLookup', 'write_guesses', 'finish_places', 'HostLookup', 'steps_svg']
+           'learned', 'Lookup', 'Guesser', 'Fed', 'DeviceLookup', 'write_guesses', 'finish_places', 'HostLookup',
+           'steps_svg']
 
 # %% ../nbs/16_speculative.ipynb #f8501336
 LONGEST = 4   # ids of a text's end that are looked up; at least 2 of them must be found
@@ -170,6 +171,19 @@ class Guesser(Lookup):
     def checked(self, st: DecodeState, rows: Tensor, positions: Tensor, act: Tensor, hidden: Tensor) -> None:
         "Places with guesses have been computed."
 
+# %% ../nbs/16_speculative.ipynb #ba4ea97a
+@dataclass
+class Fed:
+    "What a step with guesses feeds: D + 1 places for each of B rows."
+    size: Tensor     # what is known of the guesses: [B] int64, or [B, D]
+    ids: Tensor      # [B, D + 1] int64: a row's last token, then the guesses
+    owner: Tensor    # [B (D + 1)] int64: whose place it is
+    places: Tensor   # [B, D + 1] int64: positions; 0 where not live
+    total: Tensor    # the same plus 1: tokens before the one that is drawn there
+    live: Tensor     # [B, D + 1] bool
+    @property
+    def guesses(self) -> Tensor: return torch.where(self.live[:, 1:], self.ids[:, 1:], -1)
+
 # %% ../nbs/16_speculative.ipynb #7b796b91
 class DeviceLookup(Guesser):
     "Prompt lookup in operations of fixed shapes, all on the device: a step that can be captured."
@@ -183,22 +197,32 @@ class DeviceLookup(Guesser):
         tried, _ = self.lengths(rows, size, st.limit.index_select(0, rows) - n - 1, D)
         return size, torch.where(torch.arange(D, device=rows.device) < torch.where(act, tried, 0)[:, None], guesses, -1)
 
-    def step(self, r: TorchRunner, rows: Tensor, nb: int, variant: Variant) -> bool:
-        "Feed each row's last token and D guesses as D + 1 places, draw behind each, keep what agrees."
+    def lay(self, r: TorchRunner, p: Any, rows: Tensor, nb: int, variant: Variant) -> Fed:
+        "What the step feeds; the guesses are written behind their texts."
         st, D = r.state, variant.draft
-        p = r.program.select(variant)
         token, at, n, act = p.feed(st, rows)
         size, guesses = self.guess(r, rows, at, act, nb, variant)
-        behind = torch.arange(D, device=rows.device)
         write_guesses(st, rows, n, guesses)
         ids, live = torch.cat((token[:, None], guesses.clamp_min(0)), 1), torch.cat((act[:, None], guesses >= 0), 1)
-        owner, places = rows[:, None].expand(ids.shape).contiguous().view(-1), at[:, None] + torch.arange(D + 1, device=rows.device)
-        places = torch.where(live, places, 0)
-        hidden = p.decode(st, ids.view(-1), owner, places.view(-1), live.view(-1), nb)
-        self.checked(st, owner, places.view(-1), live.view(-1), hidden)
-        ahead = guesses[:, None].expand(-1, D + 1, -1).masked_fill(behind >= torch.arange(D + 1, device=rows.device)[:, None], -1)
-        out = r.sampler.sample(p.head(hidden), owner, (places + 1).view(-1), st.history, variant, ahead.reshape(-1, D))
-        finish_places(self, r, rows, size, guesses, act, out, torch.arange(ids.numel(), device=rows.device).view(ids.shape))
+        places = torch.where(live, at[:, None] + torch.arange(D + 1, device=rows.device), 0)
+        return Fed(size, ids, rows[:, None].expand(ids.shape).contiguous().view(-1), places, places + 1, live)
+
+    def close(self, r: TorchRunner, rows: Tensor, fed: Fed, logits: Tensor, variant: Variant) -> None:
+        "Draw behind each place, keep what agrees."
+        D, guesses, cell = variant.draft, fed.guesses, torch.arange(fed.ids.numel(), device=rows.device).view(fed.ids.shape)
+        hidden = torch.arange(D, device=rows.device) >= torch.arange(D + 1, device=rows.device)[:, None]
+        ahead = guesses[:, None].expand(-1, D + 1, -1).masked_fill(hidden, -1).reshape(-1, D)
+        out = r.sampler.sample(logits, fed.owner, fed.total.view(-1), r.state.history, variant, ahead)
+        finish_places(self, r, rows, fed.size, guesses, fed.live[:, 0], out, cell)
+
+    def step(self, r: TorchRunner, rows: Tensor, nb: int, variant: Variant) -> bool:
+        "Feed each row's last token and D guesses as D + 1 places, draw behind each, keep what agrees."
+        p = r.program.select(variant)
+        fed = self.lay(r, p, rows, nb, variant)
+        what = fed.owner, fed.places.view(-1), fed.live.view(-1)
+        hidden = p.decode(r.state, fed.ids.view(-1), *what, nb)
+        self.checked(r.state, *what, hidden)
+        self.close(r, rows, fed, p.head(hidden), variant)
         return True
 
 # %% ../nbs/16_speculative.ipynb #891266a1

@@ -15,13 +15,14 @@ def compile_all() -> None:
     from support.offline_triton import compiled
     import numpy as np
     import torch
-    from llminfer import adapters, kernels, layers
+    from llminfer import adapters, guess_kernels, kernels, layers
     from llminfer.attention import PagedAttention
+    from llminfer.draw import draw_places
     from llminfer.interfaces import RowInit, variant_of
     from llminfer.kv_codes import POOLS
     from llminfer.model import Dense, ModelConfig, Transformer, tensor_shapes
     from llminfer.request import SamplingParams
-    from llminfer.runner import DecodeState, Ring
+    from llminfer.runner import DecodeState, Ring, WideRing
     from llminfer.sampling import SamplerState
     def dense(weight: torch.Tensor, bias: torch.Tensor | None = None, name: str = "") -> Dense: return Dense(weight, bias, name)
     kernels.fused_available = lambda model, device: (True, "")
@@ -43,6 +44,14 @@ def compile_all() -> None:
                 sampler.init_rows([RowInit(r, 0, params, np.arange(3, dtype=np.int32), 3, 1000) for r in range(B)])
                 p.finish(st, sampler, ring, torch.zeros(B, V, dtype=torch.bfloat16), rows, zeros + 6, act, variant_of(params))
         p.prefill(st, torch.zeros(200, dtype=torch.int64), torch.arange(2), torch.arange(200) % 100, [0, 0], [100, 100])
+        for B, D, params in itertools.product((1, 8), (2, 8), tails):
+            st, sampler, ring = DecodeState(B, 1024, 16, "cpu"), SamplerState(B + 1, V, "cpu"), WideRing(8, B, torch.device("cpu"), draft=8)
+            sampler.init_rows([RowInit(r, 0, params, np.arange(3, dtype=np.int32), 3, 1000) for r in range(B)])
+            book, rows, v = guess_kernels.KernelLookup(B, 8), torch.arange(B), variant_of(params)
+            fed = guess_kernels.guess_rows(st, book, rows, 1024, D)
+            p.decode(st, fed.ids.view(-1), fed.owner, fed.places.view(-1), fed.live.view(-1), 0)
+            tokens = draw_places(st, sampler, ring, torch.zeros(B * (D + 1), V, dtype=torch.bfloat16), fed.ids, fed.owner, fed.total.view(-1), fed.live.view(-1), v)
+            for who in (book, None): guess_kernels.judge_rows(st, sampler, ring, rows, fed, tokens, who)
         for kind, B in itertools.product(("fp8", "int8"), (1, 64, 256)):
             st, zeros, act = DecodeState(B, 1024, 16, "cpu"), torch.zeros(B, dtype=torch.int64), torch.ones(B, dtype=torch.bool)
             p = layers.LayerProgram(model, PagedAttention(POOLS[kind](2, 65, 16, G, E, torch.bfloat16, "cpu"), H, windows=c.windows))

@@ -43,3 +43,20 @@ else:
         assert not outs[1][0].isnan().any()
         assert (outs[0][0] - outs[1][0]).abs().max() < 1e-4
         assert (outs[0][1] - outs[1][1]).abs().max() < 1e-4
+
+    @pytest.mark.parametrize("case", range(4))
+    def test_places_of_one_row_go_over_tiles(case, monkeypatch):
+        "Three positions of each row in one step, each of which reads the keys of those before it; dead places between them."
+        E, (H, G), outs = (64, 128, 80, 64)[case], ((4, 2), (3, 1), (2, 2), (6, 2))[case], []
+        monkeypatch.setattr("llminfer.layers.rows_step", None)
+        for program in (TorchProgram, LayerProgram):
+            s = Scene(case, E, H, G, (4, 16)[case % 2], (None, 3)[case % 2], qk_norm=case % 3 != 1, most=40)
+            model = Transformer.from_tensors(s.c, random_tensors(s.c, case), linear=Dense)
+            rows, positions = s.at.rows.repeat_interleave(3), (s.at.positions[:, None] + torch.tensor([-2, -1, 0])).view(-1)
+            act = s.live.repeat_interleave(3) & (positions >= 0) & (torch.arange(12) % 5 != 2)
+            p = program(model, s.att)
+            if program is LayerProgram: monkeypatch.setattr("llminfer.kernels.FusedProgram.decode", None)
+            hidden = p.decode(s.st, torch.arange(12), rows, torch.where(act, positions, 0), act, -(-41 // s.kv.block_size))
+            outs.append((p.head(hidden).float()[act], torch.stack([t.nan_to_num(7.0) for t in (*s.kv.k, *s.kv.v)])))
+        assert len(outs[1][0]) > 4 and not outs[1][0].isnan().any()
+        for x, y in zip(*outs): assert (x - y).abs().max() < 1e-4
