@@ -1,20 +1,16 @@
 """What LoRA adapters cost: decode throughput of a batch whose rows have none, one, or several adapters.
 
     python benchmarks/adapters.py [--shape qwen3-8b] [--batch 64] [--adapters 1 8] [--rank 16] [--tokens 64] [--out FILE]
-    python benchmarks/adapters.py --sweep [--seconds 100]     # other launches of steps' products, each beside the base (`pair_shape`)
 
 Random weights of a shape (bytes and launches are what counts), all linear layers adapted, rows spread over the adapters, every kind of
 batch in turn, medians of `--runs`. Goal of issue 8 on an H200: 8 adapters of rank 16 in a batch of 64 keep 85% of the base's
 throughput. Also: seconds of a load (read, check, copy) and of an unload, and that base-only windows stay on the base program while adapters are loaded.
 """
 import argparse, json, platform, statistics, tempfile, time
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 import numpy as np
 import torch
-from llminfer import adapters
-from llminfer.adapter_books import Adapters, forget_steps
+from llminfer.adapter_books import Adapters
 from llminfer.adapters import make_adapter
 from llminfer.assembly import build_core
 from llminfer.config import CacheConfig, EngineConfig
@@ -57,38 +53,6 @@ def tokens_per_second(core, books, names, batch: int, n: int, prompt: int) -> fl
     return done / (time.perf_counter() - start)
 
 
-OTHERS = [dict(shares=0, side=True, gate=False, pdl=False), dict(side=True, pdl=False), dict(side=True, pdl=False, priority=-1), dict(pdl=False), dict(gate=False), dict(BN=32),
-          dict(BN=64), dict(BN=64, warps=8), dict(shares=16), dict(cols=32), dict(shares=0)]      # the first is the way before: cuBLAS beside the base product
-
-
-@contextmanager
-def launch(books, priority: int = 0, **change):
-    "Steps' products of adapters launched in another way, captured anew."
-    table, side = adapters.pair_shape, books.stacks.places.side
-    adapters.pair_shape = lambda T, *a: replace(table(T, *a), **change) if T <= 64 else table(T, *a)
-    if priority: books.stacks.places.side = torch.cuda.Stream(priority=priority)
-    forget_steps(books)
-    try: yield
-    finally: adapters.pair_shape, books.stacks.places.side = table, side
-
-
-def sweep(books, speed, until: float):
-    "Share of the base's throughput for each launch; `speed` measures a kind of batch once."
-    rows = []
-    for change in ({}, *OTHERS):
-        if time.monotonic() > until: break
-        row = {"launch": change}
-        try:
-            with launch(books, **change):
-                speed("all")                                  # captures
-                each = [speed(k) for _ in range(3) for k in ("base", "all")]
-            row |= {"share": round(statistics.median(b / a for a, b in zip(each[::2], each[1::2])), 4), "tokens_per_s": round(statistics.median(each[1::2]), 1)}
-        except Exception as e: row["failed"] = repr(e)[:300]      # a launch that the device has no room for
-        rows.append(row)
-        print(row, flush=True)
-    return rows
-
-
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.cuda.is_available()
@@ -99,11 +63,8 @@ def main() -> None:
     p.add_argument("--tokens", type=int, default=128 if cuda else 24)
     p.add_argument("--prompt", type=int, default=64)
     p.add_argument("--runs", type=int, default=5)
-    p.add_argument("--sweep", action="store_true")
-    p.add_argument("--seconds", type=float, default=100, help="after which a sweep begins no other launch")
     p.add_argument("--out", type=Path)
     a = p.parse_args()
-    until = time.monotonic() + a.seconds
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     model = random_model(SHAPES[a.shape], dtype, device)
     length = a.prompt + a.tokens + 16
@@ -119,13 +80,6 @@ def main() -> None:
             t = time.perf_counter()
             books.load(folder, f"a{i}", activate=False)
             seconds.append(time.perf_counter() - t)
-    if a.sweep:
-        kinds["all"] = [f"a{i}" for i in range(max(a.adapters))]
-        measure = lambda kind: tokens_per_second(core, books, kinds[kind], a.batch, a.tokens, a.prompt)
-        measure("base")
-        rows = sweep(books, measure, until)
-        if a.out: a.out.write_text(json.dumps(rows, indent=1) + "\n")
-        return
     kinds |= {f"{n} adapters": [f"a{i}" for i in range(n)] for n in a.adapters} | {"half base": [None, "a0"]}
     for names in kinds.values(): tokens_per_second(core, books, names, a.batch, a.tokens, a.prompt)      # captures
     speed = {k: [] for k in kinds}

@@ -27,9 +27,8 @@ except ImportError:   # a machine without Triton can import this module; `fused_
     triton = tl = None  # type: ignore[assignment]
 
 # %% auto #0
-__all__ = ['GEMV_MOST', 'HEAD_SIZES', 'norm_kernel', 'add_norm', 'silu_kernel', 'silu_mul', 'gemv_kernel', 'product', 'gated',
-           'gemv', 'feed_kernel', 'feed_rows', 'fused_available', 'FusedStack', 'turned_stack', 'prompt_places',
-           'FusedProgram']
+__all__ = ['GEMV_MOST', 'HEAD_SIZES', 'norm_kernel', 'add_norm', 'silu_kernel', 'silu_mul', 'gemv_kernel', 'product', 'gemv',
+           'feed_kernel', 'feed_rows', 'fused_available', 'FusedStack', 'turned_stack', 'prompt_places', 'FusedProgram']
 
 # %% ../nbs/15_kernels.ipynb #8c978b07
 @jit
@@ -100,11 +99,6 @@ def product(linear: Any, x: Tensor) -> Tensor: # [T, K] -> [T, N]
     "A linear layer: by our own kernel for one token and dense weights that are not too large for it, else as it comes."
     own = x.shape[0] == 1 and type(linear) is Dense and linear.weight.numel() <= GEMV_MOST
     return gemv(linear, x) if own else linear(x)
-
-def gated(linear: Any, x: Tensor) -> Tensor: # [T, K] -> [T, F]
-    "silu(gate) * up of the product of both; a layer may have a way of its own."
-    own = getattr(linear, "gated", None)
-    return silu_mul(product(linear, x)) if own is None else own(x)
 
 def gemv(linear: Dense, x: Tensor) -> Tensor: # [1, K] -> [1, N]
     "One row by our own kernel."
@@ -184,7 +178,7 @@ class FusedStack(TorchProgram):
         after = [*(layer.attn_norm for layer in m.layers[1:]), m.norm]
         for i, (layer, norm) in enumerate(zip(m.layers, after)):
             add_norm(x, m.join(product(layer.o, attend_layer(i, product(layer.qkv, h)))), layer.mlp_norm, h, eps)
-            add_norm(x, m.join(product(layer.down, gated(layer.gate_up, h))), norm, h, eps)
+            add_norm(x, m.join(product(layer.down, silu_mul(product(layer.gate_up, h)))), norm, h, eps)
         return h
 
     def fuses(self, variant: Variant) -> bool:
