@@ -56,7 +56,7 @@ def caller(part, layers, B, c):
 
 def tried(part, p, B):
     "Launches worth a try, ours first."
-    if B <= K.FEW: return list(dict.fromkeys([quant_shape(p, part == "gate_up", part in ("qkv", "gate_up")), *(QuantShape(*c) for c in ROWS)]))
+    if B <= K.FEW: return list(dict.fromkeys([quant_shape(p, part == "gate_up"), *(QuantShape(*c) for c in ROWS)]))
     own, out = quant_tile(p, B), []
     for BN, BW, stages in TILES.get(B, TILES[64]):
         tiles = -(-p.shape[0] // BN)

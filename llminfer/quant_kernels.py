@@ -399,22 +399,19 @@ class QuantShape:
     pieces: int    # held before the wait
     warps: int
 
-def quant_shape(p: QuantLinear, pair: bool, norm: bool = False) -> QuantShape:
-    """The launch of a product: eight pieces of 16 bytes a thread, so that loads of x and sums across threads are shared by many codes.
-
-    Bytes with one scale a row and a norm before them: twice the width."""
+def quant_shape(p: QuantLinear, pair: bool) -> QuantShape:
+    "The launch of a product: 16 bytes a thread and piece, and rows enough to share the loads of x and the sums across threads."
     eight = isinstance(p, (Int8, Fp8))
     n = p.shape[1] // (4 if eight else 8)
-    if pair and n >= 512: return QuantShape(8 if eight else 4, 512, 1, 4)
-    wide = norm and isinstance(p, (Int8, Fp8)) and p.scale[0].numel() == 1
-    width = min(pow2(n), 512 if wide else 256)
+    if n >= 512 and (pair or not eight): return QuantShape(8 if eight or n > 512 else 16, 512, 1, 4)
+    width = min(pow2(n), 256)
     return QuantShape(4, width, min(-(-n // width), 2), max(1, width // 128))
 
 # %% ../nbs/17a_quant_kernels.ipynb #7e342325
 def quant_rows(p: QuantLinear, x: Tensor, out: Tensor, norm: Tensor | None = None, pair: bool = False, add: bool = False, eps: float = 0.0,
     pdl: bool = False, shape: QuantShape | None = None) -> Tensor: # out
     "A quantised product for a few rows: x [B, K] to out [B, N], or [B, N / 2] with `pair`."
-    N, c, (args, const) = p.shape[0] // (2 if pair else 1), shape or quant_shape(p, pair, norm is not None), operands(p)
+    N, c, (args, const) = p.shape[0] // (2 if pair else 1), shape or quant_shape(p, pair), operands(p)
     if const["FORM"] < 4 and const["ASM"]: const["ASM"] = dot_asm(p.kind)
     even = const["NEST"] != 3 and N % c.rows == 0 == const["KW"] % c.width and c.pieces * c.width <= const["KW"]
     quant_row_kernel[(-(-N // c.rows),)](x=x, **args, bias=args["w"] if p.bias is None else p.bias,

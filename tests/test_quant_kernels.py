@@ -88,10 +88,11 @@ if MODE == "compile":
             (k,) = offline_triton.compiled.values()
             assert k.asm["ttgir"].count("convert_layout") <= 5 and k.asm["ptx"].count("bar.sync") <= 14, (name, k.asm["ttgir"].count("convert_layout"), k.asm["ptx"].count("bar.sync"))
 
-    def test_fp8_keeps_the_launches_that_were_measured():
-        want = {"qkv": (4, 512, 2, 4), "o": (4, 256, 2, 2), "gate_up": (8, 512, 1, 4), "down": (4, 256, 2, 2)}
-        for name, size in SHAPES.items():
-            assert K.quant_shape(meta("fp8", *size), name == "gate_up", name in ("qkv", "gate_up")) == K.QuantShape(*want[name]), name
+    def test_products_keep_the_launches_that_were_measured():
+        want = {"fp8": {"qkv": (4, 256, 2, 2), "o": (4, 256, 2, 2), "gate_up": (8, 512, 1, 4), "down": (4, 256, 2, 2)},
+                "int4": {"qkv": (16, 512, 1, 4), "o": (16, 512, 1, 4), "gate_up": (16, 512, 1, 4), "down": (8, 512, 1, 4)}}
+        for kind, shapes in want.items():
+            for name, size in SHAPES.items(): assert K.quant_shape(meta(kind, *size), name == "gate_up") == K.QuantShape(*shapes[name]), (kind, name)
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_tiles_and_expansion_compile_for_hopper(kind):
