@@ -218,8 +218,7 @@ class Reading(Process):
         "The child has ended: so have its jobs."
         self.alive = False
         self.notes.put(None)
-        code = self.proc.wait()
-        why = f"the engine process ended with exit code {code}"
+        why = f"the engine process ended with exit code {(code := self.proc.wait())}"
         if not self.closing: _log.error("the engine process %d ended with exit code %d", self.proc.pid, code)
         for cid in list(self.calls): self.give((cid, EngineDeadError(why)))
         for rid, (job, _) in list(self.jobs.items()):

@@ -41,7 +41,7 @@ except ImportError:   # a machine without Triton can import this module
 __all__ = ['COLUMNS', 'ROWS', 'QUIET_ENV', 'Comm', 'LocalComm', 'on_ranks', 'split_problem', 'check_split', 'Shard', 'cut_of',
            'read_part', 'ShardWeights', 'RankModel', 'cut_adapter', 'load_shard', 'shard_svg', 'RankSampler',
            'rank_sampler', 'RankProgram', 'Group', 'now', 'wait', 'make_group', 'receive', 'exchange_kernel', 'OneShot',
-           'one_shot_possible', 'shared_boxes', 'all_say', 'split_step_us']
+           'make_one_shot', 'one_shot_possible', 'shared_boxes', 'all_say', 'split_step_us']
 
 # %% ../nbs/20_parallel.ipynb #9de45368
 class Comm(Protocol):
@@ -306,7 +306,7 @@ class Group:
         self.name = "nccl" if self.device.type == "cuda" else "gloo"
         self.group = make_group(store, rank, size, self.device, timeout_s)
         self.mapped: Any = None
-        self.one_shot = OneShot.make(self) if self.name == "nccl" else None
+        self.one_shot = make_one_shot(self) if self.name == "nccl" else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.one_shot is not None and self.one_shot.takes(x): return self.one_shot.sum(x)
@@ -441,20 +441,19 @@ class OneShot:
             MOST=self.most, BLOCK=self.block, LOOKS=self.looks, SUM=add, CLEAR=clear, PDL=self.pdl, num_warps=4, **pdl_launch(self.pdl))
         return out
 
-    @classmethod
-    def make(cls, group: Group) -> OneShot | None:
-        "Try it; every rank must get the right sums, or none uses it."
-        made, ok = None, os.environ.get("LLMINFER_ONE_SHOT") != "0" and one_shot_possible(group)
-        if not all_say(group, ok): return None
-        try: made = cls(shared_boxes(group, 2 * group.size * cls.most), group.rank, pdl_works(group.device))
-        except Exception: pass
-        if not all_say(group, made is not None) or made is None: return None
-        x, all_ranks = torch.arange(5000.0, device=group.device) % 13, sum(range(group.size))
-        ok = all(torch.equal(made.sum(x + group.rank), x * group.size + all_ranks) for _ in range(3))
-        ok = ok and torch.equal(made.gather(x + group.rank).sum(0), x * group.size + all_ranks)
-        return made if all_say(group, ok) else None
+# %% ../nbs/20_parallel.ipynb #f943b767
+def make_one_shot(group: Group) -> OneShot | None:
+    "Try it; every rank must get the right sums, or none uses it."
+    made, ok = None, os.environ.get("LLMINFER_ONE_SHOT") != "0" and one_shot_possible(group)
+    if not all_say(group, ok): return None
+    try: made = OneShot(shared_boxes(group, 2 * group.size * OneShot.most), group.rank, pdl_works(group.device))
+    except Exception: pass
+    if not all_say(group, made is not None) or made is None: return None
+    x, all_ranks = torch.arange(5000.0, device=group.device) % 13, sum(range(group.size))
+    ok = all(torch.equal(made.sum(x + group.rank), x * group.size + all_ranks) for _ in range(3))
+    ok = ok and torch.equal(made.gather(x + group.rank).sum(0), x * group.size + all_ranks)
+    return made if all_say(group, ok) else None
 
-# %% ../nbs/20_parallel.ipynb #fd47e631
 def one_shot_possible(group: Group) -> bool:
     "Whether there is Triton, and every GPU of the group can write every other's memory."
     mine, others = group.device.index or 0, range(torch.cuda.device_count())

@@ -219,6 +219,7 @@ def halved(x, norm, at, KW: constexpr, BW: constexpr, FORM: constexpr, NORM: con
         out = out + (tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [one, other], tl.int32, True, 1),)  # type: ignore[assignment]
     return out, top if FORM == 0 else top * 1024.0, fours(sx, 1, BW), q
 
+# %% ../nbs/17a_quant_kernels.ipynb #7975002c
 @jit
 def dot_halves(h, x, tables, R: constexpr, BW: constexpr, FORM: constexpr, ASM: constexpr):
     "Products of held words with a row of x from `halved`, scaled [R, BW / 4]."
