@@ -1,11 +1,12 @@
 """The engine in its own process: the same text, crashes, restarts, orphans."""
-import asyncio, os, signal, subprocess, sys, time
+import asyncio, os, queue, signal, subprocess, sys, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 import pytest
 from llminfer.config import ConfigError, EngineConfig
 from llminfer.engine import InferenceEngine
 from llminfer.engine_handle import ThreadHandle
-from llminfer.engine_process import ProcessHandle, make_handle
+from llminfer.engine_process import EngineProcess, ProcessHandle, make_handle
 from llminfer.request import GenerationRequest, RequestError
 from llminfer.serving import AsyncEngine, EngineDeadError, NotReadyError
 from support.engines import tiny
@@ -147,3 +148,17 @@ def test_the_handle_that_fits():
     assert isinstance(make_handle(EngineConfig(device="cpu")), ThreadHandle)
     assert isinstance(make_handle(EngineConfig(device="cpu"), "process"), ProcessHandle)
     with pytest.raises(ConfigError): make_handle(EngineConfig(max_num_seqs=0))
+
+
+def test_a_pipe_is_closed_when_its_writer_has_ended():
+    "Its number may be a new child's pipe a moment later: nothing is written then, and nothing after the end."
+    p, sent, writing = EngineProcess.__new__(EngineProcess), [], []
+    p.alive, p.closing, p.calls, p.jobs, p.after_batch, p.notes = True, True, {}, {}, lambda: None, queue.SimpleQueue()
+    p.proc = SimpleNamespace(wait=lambda: 0, pid=0)
+    p.conn = SimpleNamespace(send=sent.append, close=lambda: writing.append(p.writer.is_alive()))
+    p.writer = threading.Thread(target=p.write, daemon=True)
+    p.writer.start()
+    p.notes.put(("hello",))
+    while not sent: time.sleep(0.01)
+    p.died()
+    assert writing == [False] and sent == [[("hello",)]]
