@@ -60,7 +60,7 @@ def choose_guesses(cfg: EngineConfig, cuda: bool, source: Source | None = None) 
         return partial(who, source=source, least=least), f"{source_words(cfg, source)}, up to {asked or GUESSES} tokens a step"
     how = f"prompt lookup, up to {asked or GUESSES} tokens a step"
     if not cuda: return partial(HostLookup, least=least), how
-    off = "off (on a GPU it pays for few rows that copy; a request or the engine can ask for speculative_num_assistant_tokens)"
+    off = "off (on a GPU it pays for one row that copies; a request or the engine can ask for speculative_num_assistant_tokens)"
     on = f"{how} (as asked)" if asked else off
     return partial(KernelLookup, least=least, price=64.0), on
 

@@ -357,7 +357,7 @@ def test_who_guesses_and_why_is_said():
         assert paged(tiny_engine(speculative_num_assistant_tokens=asked)).info()["speculation"] == why
     cuda = SimpleNamespace(device=torch.device("cuda"))
     why = assembly.choose_parts(EngineConfig(kernels="torch"), cuda).reasons["speculation"]
-    assert why.startswith("off (on a GPU it pays for few rows") and assembly.draft_limits(EngineConfig(), False)["draft_unasked"] == 0
+    assert why.startswith("off (on a GPU it pays for one row") and assembly.draft_limits(EngineConfig(), False)["draft_unasked"] == 0
     assert paged(drafting_engine("self")).info()["speculation"] == "the first 1 layers draft, up to 8 tokens a step" and set(METHODS) == {"lookup", "self", "draft", "head"}
     with pytest.raises(ConfigError, match="speculative_num_assistant_tokens=4 does not go with attention_backend='flashinfer'"):
         assembly.choose_guesses(EngineConfig(attention_backend="flashinfer", speculative_num_assistant_tokens=4), True)
