@@ -120,7 +120,7 @@ class Without:
         elif part == "silu": self.swaps = [(K, "silu_mul", lambda *a, out=new(B, c.intermediate_size), **k: out)]
         elif part == "norm":      # the first stays: the others leave its result as it is
             real = K.add_norm
-            self.swaps = [(K, "add_norm", lambda x, y, wt, h, eps, ids=None: h if ids is None else real(x, y, wt, h, eps, ids))]
+            self.swaps = [(K, "add_norm", lambda x, y, wt, h, eps, ids=None, more=None: h if ids is None else real(x, y, wt, h, eps, ids))]
 
     def __enter__(self):
         self.old = [(o, n, getattr(o, n)) for o, n, _ in self.swaps]

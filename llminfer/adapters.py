@@ -29,11 +29,12 @@ except ImportError:   # a machine without Triton can import this module
     tl = None  # type: ignore[assignment]
 
 # %% auto #0
-__all__ = ['PRODUCTS', 'REFUSED', 'IGNORED', 'PLAIN_INITS', 'PREFIX', 'STRANGERS', 'FEW', 'Target', 'adapter_targets',
-           'AdapterError', 'short_name', 'bad_adapter', 'check_kind', 'LoraConfig', 'read_words', 'read_numbers',
-           'read_lora_config', 'Adapter', 'wanted_modules', 'read_adapter', 'tensor_name', 'content_digest',
-           'check_names', 'read_pair', 'make_adapter', 'merged', 'own_pairs', 'all_pairs', 'pairs_kernel', 'add_pairs',
-           'tile_width', 'Places', 'LoraLinear', 'fused', 'Stacks', 'write_slot', 'drop_stacks', 'stacks_svg']
+__all__ = ['PRODUCTS', 'REFUSED', 'IGNORED', 'PLAIN_INITS', 'PREFIX', 'STRANGERS', 'FEW', 'MOST_APART', 'Target',
+           'adapter_targets', 'AdapterError', 'short_name', 'bad_adapter', 'check_kind', 'LoraConfig', 'read_words',
+           'read_numbers', 'read_lora_config', 'Adapter', 'wanted_modules', 'read_adapter', 'tensor_name',
+           'content_digest', 'check_names', 'read_pair', 'make_adapter', 'merged', 'own_pairs', 'all_pairs',
+           'pairs_kernel', 'own_share', 'tile_width', 'Places', 'LoraLinear', 'beside', 'Stacks', 'write_slot',
+           'drop_stacks', 'stacks_svg']
 
 # %% ../nbs/18_adapters.ipynb #525e24c8
 PRODUCTS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}   # as `Layer` packs them
@@ -311,8 +312,9 @@ def all_pairs(y: Tensor, x: Tensor, a: Tensor, b: Tensor, cuts: Sequence[tuple[i
 
 # %% ../nbs/18_adapters.ipynb #c005cbd7
 @jit
-def pairs_kernel(t, slots, b, y, T, N, second, third, SR, P: constexpr, R: constexpr, BM: constexpr, BN: constexpr, BK: constexpr):
-    "y [T, N] += own part of t [T, P, S R] times b [S R, N]; parts begin at columns 0, `second` and `third`."
+def pairs_kernel(t, slots, b, y, T, N, second, third, SR, P: constexpr, R: constexpr, BM: constexpr, BN: constexpr, BK: constexpr,
+                 ADD: constexpr):
+    "y [T, N] = own part of t [T, P, S R] times b [S R, N], on top of y (ADD); parts begin at columns 0, `second` and `third`."
     first = tl.program_id(0) * BN
     i, n = tl.program_id(1) * BM + tl.arange(0, BM), first + tl.arange(0, BN)
     part = (first >= second).to(tl.int32) + (first >= third).to(tl.int32)
@@ -324,14 +326,15 @@ def pairs_kernel(t, slots, b, y, T, N, second, third, SR, P: constexpr, R: const
         w = tl.load(b + j.to(tl.int64)[:, None] * N + n[None, :], mask=(j < SR)[:, None] & (n < N)[None, :], other=0.0)
         acc = tl.dot(mine, w, acc, input_precision="ieee")
     cell, m = i.to(tl.int64)[:, None] * N + n[None, :], (i < T)[:, None] & (n < N)[None, :]
-    tl.store(y + cell, acc + tl.load(y + cell, mask=m, other=0.0).to(tl.float32), mask=m)
+    if ADD: acc += tl.load(y + cell, mask=m, other=0.0).to(tl.float32)
+    tl.store(y + cell, acc, mask=m)
 
-def add_pairs(y: Tensor, t: Tensor, a: Tensor, b: Tensor, cuts: Sequence[tuple[int, int]], slots: Tensor) -> None:
-    "y [T, N] += what each place's own adapter makes of t [T, parts S r], x times the A of all."
+def own_share(y: Tensor, t: Tensor, a: Tensor, b: Tensor, cuts: Sequence[tuple[int, int]], slots: Tensor, add: bool) -> None:
+    "y [T, N] = what each place's own adapter makes of t [T, parts S r], x times the A of all; `add`: on top of y."
     (P, S, r, _), (T, N), starts = a.shape, y.shape, [i for i, _ in cuts[1:]]
     BM, BN = (16 if T <= 16 else 32 if T <= 32 else 64), min(tile_width(cuts), 32 if N < 8192 else 64)
     pairs_kernel[(-(-N // BN), -(-T // BM))](t, slots, b, y, T, N, *[*starts, N, N][:2], S * r, P=P, R=r, BM=BM, BN=BN,
-        BK=min(max(power_of_two(S * r), 16), 64 if y.element_size() < 4 else 32), num_warps=4, num_stages=3)
+        BK=min(max(power_of_two(S * r), 16), 64 if y.element_size() < 4 else 32), ADD=add, num_warps=4, num_stages=3)
 
 def tile_width(cuts: Sequence[tuple[int, int]]) -> int:
     "Columns of a tile that never holds two parts; below 16: there is none."
@@ -342,6 +345,7 @@ class Places:
     "Whose adapter each place of the running launch has; set by the program, read by every adapted product."
     n_slots = 0
     kernels = False                    # the program runs our own kernels
+    split = False                      # products are parts of a sum over ranks
     side: Any = None                   # a stream beside the one of the base products
     slots: Tensor | None = None        # [T] int64, 0: none
     mask: Tensor | None = None
@@ -367,10 +371,19 @@ class LoraLinear:
     @property
     def n_out(self) -> int: return self.cuts[-1][1]
 
+    @property
+    def own_kernel(self) -> bool: return self.places.kernels and tile_width(self.cuts) >= 16
+
+    def apart(self, x: Tensor) -> tuple[Tensor, Tensor | None]: # [T, N], and what its reader adds to it
+        "The base product and the change, if it comes apart; see `kernels.apart`."
+        at = self.places
+        if self.a is None or at.slots is None or at.split or not self.own_kernel or len(x) > MOST_APART: return self(x), None
+        return beside(self, x, self.a, at.slots, True)
+
     def __call__(self, x: Tensor) -> Tensor: # [T, K] -> [T, N]
         at = self.places
         if self.a is None or at.slots is None: return self.base(x)
-        if at.kernels and tile_width(self.cuts) >= 16: return fused(self, x, self.a, at.slots)
+        if self.own_kernel: return beside(self, x, self.a, at.slots, False)[0]
         y = self.base(x)
         if x.shape[0] + FEW <= self.a.shape[1]: own_pairs(y, x, self.a, self.b, self.cuts, at.slots)
         else: all_pairs(y, x, self.a, self.b, self.cuts, at.others(at.slots))
@@ -385,25 +398,31 @@ class LoraLinear:
             b[:S, :r] = self.b
         return a, b
 
-# %% ../nbs/18_adapters.ipynb #2c543384
-def fused(p: LoraLinear, x: Tensor, a: Tensor, slots: Tensor) -> Tensor: # [T, K] -> [T, N]
-    "x times the A of all adapters beside the base product, then one kernel for the B of each place."
+# %% ../nbs/18_adapters.ipynb #85809b55
+MOST_APART = 256   # places; of a long prompt one launch is nothing, and a second y [T, N] is memory
+
+def beside(p: LoraLinear, x: Tensor, a: Tensor, slots: Tensor, apart: bool) -> tuple[Tensor, Tensor | None]: # [T, N], and its change
+    "Base product of x [T, K], and on a second stream x times the A of all adapters; the B of each place there too (apart), or onto y."
     flat, side = a.view(-1, p.n_in), p.places.side
-    t = x.new_empty(len(x), len(flat))
-    if side is None: torch.mm(x, flat.t(), out=t)
+    t, more = x.new_empty(len(x), len(flat)), x.new_empty(len(x), p.n_out) if apart else None
+    def share() -> None:
+        torch.mm(x, flat.t(), out=t)
+        if more is not None: own_share(more, t, a, p.b, p.cuts, slots, False)
+    if side is None: share()
     else:
         side.wait_stream(now := torch.cuda.current_stream())
-        with torch.cuda.stream(side): torch.mm(x, flat.t(), out=t)
+        with torch.cuda.stream(side): share()
     y = p.base(x)
     if side: now.wait_stream(side)
-    add_pairs(y, t, a, p.b, p.cuts, slots)
-    return y
+    if more is None: own_share(y, t, a, p.b, p.cuts, slots, True)
+    return y, more
 
 # %% ../nbs/18_adapters.ipynb #0997b91e
 class Stacks:
     "The matrices of all loaded adapters on the device: a slot each, and a view of the model that adds them."
     def __init__(self, model: Transformer):
         self.base, self.places, self.targets = model, Places(), adapter_targets(model.config)
+        self.places.split = type(model).join is not Transformer.join
         if model.device.type == "cuda": self.places.side = torch.cuda.Stream(model.device)
         self.n_slots, self.rank = 0, 0
         self.linears: dict[tuple[int, str], LoraLinear] = {}

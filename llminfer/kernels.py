@@ -27,13 +27,14 @@ except ImportError:   # a machine without Triton can import this module; `fused_
     triton = tl = None  # type: ignore[assignment]
 
 # %% auto #0
-__all__ = ['GEMV_MOST', 'HEAD_SIZES', 'norm_kernel', 'add_norm', 'silu_kernel', 'silu_mul', 'gemv_kernel', 'product', 'gemv',
-           'feed_kernel', 'feed_rows', 'fused_available', 'FusedStack', 'turned_stack', 'prompt_places', 'FusedProgram']
+__all__ = ['GEMV_MOST', 'HEAD_SIZES', 'norm_kernel', 'add_norm', 'silu_kernel', 'silu_mul', 'gemv_kernel', 'product', 'apart',
+           'gemv', 'feed_kernel', 'feed_rows', 'fused_available', 'FusedStack', 'turned_stack', 'prompt_places',
+           'FusedProgram']
 
 # %% ../nbs/15_kernels.ipynb #8c978b07
 @jit
-def norm_kernel(x, y, ids, weight, out, eps, D: constexpr, BLOCK: constexpr, EMBED: constexpr):
-    "Residual x [T, D] += y, out = x / rms(x) * weight; with EMBED x = y[ids]."
+def norm_kernel(x, y, more, ids, weight, out, eps, D: constexpr, BLOCK: constexpr, EMBED: constexpr, MORE: constexpr):
+    "Residual x [T, D] += y (+ more), out = x / rms(x) * weight; with EMBED x = y[ids]."
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     m = d < D
@@ -41,6 +42,7 @@ def norm_kernel(x, y, ids, weight, out, eps, D: constexpr, BLOCK: constexpr, EMB
         v = tl.load(y + tl.load(ids + t) * D + d, mask=m, other=0.0).to(tl.float32)
     else:
         v = tl.load(x + t * D + d, mask=m, other=0.0) + tl.load(y + t * D + d, mask=m, other=0.0).to(tl.float32)
+    if MORE: v += tl.load(more + t * D + d, mask=m, other=0.0).to(tl.float32)
     tl.store(x + t * D + d, v, mask=m)
     r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
     tl.store(out + t * D + d, v * r * tl.load(weight + d, mask=m, other=0.0).to(tl.float32), mask=m)
@@ -52,29 +54,33 @@ def add_norm(
     out: Tensor,              # [T, D]
     eps: float,
     ids: Tensor | None = None, # [T] int64
+    more: Tensor | None = None, # [T, D] to add as well
 ) -> Tensor:                  # out
     "Add to the residual and norm it."
     (T, D), embed = x.shape, ids is not None
-    warps = 4 if D <= 2048 else 8
-    norm_kernel[(T,)](x, y, ids if embed else x, weight, out, eps, D=D, BLOCK=power_of_two(D), EMBED=embed, num_warps=warps)
+    norm_kernel[(T,)](x, y, x if more is None else more, ids if embed else x, weight, out, eps, D=D, BLOCK=power_of_two(D), EMBED=embed,
+        MORE=more is not None, num_warps=4 if D <= 2048 else 8)
     return out
 
 # %% ../nbs/15_kernels.ipynb #3b19ad89
 @jit
-def silu_kernel(gate_up, out, F: constexpr, BLOCK: constexpr):
-    "out [T, F] = silu(gate) * up."
+def silu_kernel(gate_up, more, out, F: constexpr, BLOCK: constexpr, MORE: constexpr):
+    "out [T, F] = silu(gate) * up, of gate_up (+ more)."
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m = f < F
-    g = tl.load(gate_up + t * 2 * F + f, mask=m, other=0.0).to(tl.float32)
-    u = tl.load(gate_up + t * 2 * F + F + f, mask=m, other=0.0).to(tl.float32)
+    at = t * 2 * F + f
+    g, u = tl.load(gate_up + at, mask=m, other=0.0).to(tl.float32), tl.load(gate_up + at + F, mask=m, other=0.0).to(tl.float32)
+    if MORE:
+        g += tl.load(more + at, mask=m, other=0.0).to(tl.float32)
+        u += tl.load(more + at + F, mask=m, other=0.0).to(tl.float32)
     tl.store(out + t * F + f, g / (1.0 + tl.exp(-g)) * u, mask=m)
 
-def silu_mul(gate_up: Tensor) -> Tensor: # [T, 2F] -> [T, F]
+def silu_mul(gate_up: Tensor, more: Tensor | None = None) -> Tensor: # [T, 2F], and as much to add to it -> [T, F]
     "The gated activation."
     T, F = gate_up.shape[0], gate_up.shape[1] // 2
     out, block = gate_up.new_empty(T, F), min(power_of_two(F), 1024)
-    silu_kernel[(T, -(-F // block))](gate_up, out, F=F, BLOCK=block, num_warps=4)
+    silu_kernel[(T, -(-F // block))](gate_up, gate_up if more is None else more, out, F=F, BLOCK=block, MORE=more is not None, num_warps=4)
     return out
 
 # %% ../nbs/15_kernels.ipynb #1c4c8077
@@ -99,6 +105,11 @@ def product(linear: Any, x: Tensor) -> Tensor: # [T, K] -> [T, N]
     "A linear layer: by our own kernel for one token and dense weights that are not too large for it, else as it comes."
     own = x.shape[0] == 1 and type(linear) is Dense and linear.weight.numel() <= GEMV_MOST
     return gemv(linear, x) if own else linear(x)
+
+def apart(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]: # [T, N], and what its reader adds to it
+    "`product`; a layer with an adapter (notebook 18) may leave the adapter's share beside it."
+    own = getattr(linear, "apart", None)
+    return (product(linear, x), None) if own is None else own(x)
 
 def gemv(linear: Dense, x: Tensor) -> Tensor: # [1, K] -> [1, N]
     "One row by our own kernel."
@@ -177,8 +188,10 @@ class FusedStack(TorchProgram):
         add_norm(x, table, m.layers[0].attn_norm, h, eps, at)
         after = [*(layer.attn_norm for layer in m.layers[1:]), m.norm]
         for i, (layer, norm) in enumerate(zip(m.layers, after)):
-            add_norm(x, m.join(product(layer.o, attend_layer(i, product(layer.qkv, h)))), layer.mlp_norm, h, eps)
-            add_norm(x, m.join(product(layer.down, silu_mul(product(layer.gate_up, h)))), norm, h, eps)
+            y, more = apart(layer.o, attend_layer(i, product(layer.qkv, h)))
+            add_norm(x, m.join(y), layer.mlp_norm, h, eps, more=more)
+            y, more = apart(layer.down, silu_mul(*apart(layer.gate_up, h)))
+            add_norm(x, m.join(y), norm, h, eps, more=more)
         return h
 
     def fuses(self, variant: Variant) -> bool:

@@ -15,8 +15,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 else:
     import pytest
     import torch
+    from llminfer import adapters
     from llminfer.adapter_books import Adapters
-    from llminfer.adapters import add_pairs, make_adapter, merged, own_pairs, read_adapter, tile_width
+    from llminfer.adapters import make_adapter, merged, own_pairs, own_share, read_adapter, tile_width
     from llminfer.core import CoreConfig, make_core
     from llminfer.formats import read_safetensors
     from llminfer.kernels import FusedProgram
@@ -34,13 +35,18 @@ else:
         N, new = cuts[-1][1], lambda *s: torch.randn(*s, generator=g)
         a, b, x, y, slots = new(len(cuts), S, r, K), new(S, r, N), new(T, K), new(T, N), torch.randint(0, S + 1, (T,), generator=g)
         if T > 1: x[0], slots[0] = float("inf"), 0
-        ys = y.clone(), y.clone()
-        add_pairs(ys[0], torch.mm(x, a.view(-1, K).t()), a, b, cuts, slots)
+        ys, share, t = (y.clone(), y.clone()), torch.full_like(y, float("nan")), torch.mm(x, a.view(-1, K).t())
+        own_share(ys[0], t, a, b, cuts, slots, True)
+        own_share(share, t, a, b, cuts, slots, False)
         own_pairs(ys[1], x, a, b, cuts, slots)
+        assert torch.allclose(y + share, ys[0], atol=1e-5) and not share[slots == 0].any()
         assert tile_width(cuts) >= 16 and torch.allclose(ys[0], ys[1], atol=1e-3) and torch.equal(ys[0][slots == 0], y[slots == 0])
 
-    @pytest.mark.parametrize("program", [FusedProgram, LayerProgram])
-    def test_fused_programs_with_adapters(program, tmp_path):
+    @pytest.mark.parametrize("program, split", [(FusedProgram, True), (LayerProgram, False)])
+    def test_fused_programs_with_adapters(program, split, tmp_path, monkeypatch):
+        "Changes that the reader adds, and, as on one of several ranks, changes added to the product."
+        shares = []
+        monkeypatch.setattr(adapters, "own_share", lambda *a: (shares.append(a[-1]), own_share(*a)))
         folder = make_tiny(tmp_path / "base", "qwen3", 0, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64, intermediate_size=64)
         model = load_model(open_checkpoint(str(folder)), torch.float32, "cpu", linear=__import__("llminfer.model").model.Dense)
         w = {n: t.tensor(torch.float64) for n, t in read_safetensors(folder / "model.safetensors").items()}
@@ -49,6 +55,7 @@ else:
         for i, n in enumerate("ab"):
             make_adapter(tmp_path / n, model.config, i, r=4 + 3 * i)
             books.load(tmp_path / n, n, activate=False)
+            books.stacks.places.split = split
             judges[n] = Transformer.from_tensors(model.config, merged(w, read_adapter(tmp_path / n, model.config, torch.float64)), torch.float64)
         out, jobs = {}, [([5, 9, 11 + i], n) for i, n in enumerate([None, "a", "b"])]
         for i, (ids, n) in enumerate(jobs): core.add([i], ids, [SamplingParams(temperature=0, max_tokens=4)], lora=books.lease(n).slot)
@@ -59,4 +66,4 @@ else:
         for i, (ids, n) in enumerate(jobs):
             logits = judges[n].logits(ids + out[i])[len(ids) - 1:-1]
             assert (logits.max(-1).values - logits.gather(1, torch.tensor(out[i])[:, None])[:, 0]).max() < 1e-3
-        assert books.stacks.places.kernels
+        assert books.stacks.places.kernels and len(shares) % 4 == 0 and shares.count(True) == len(shares) // (1 if split else 4)

@@ -60,7 +60,9 @@ def compile_all() -> None:
     for T, (n, width, K) in itertools.product((8, 64, 200), ((3, 6144, 4096), (1, 4096, 12288), (2, 24576, 4096))):      # parts of Qwen3-8B
         new, cuts = lambda *s: torch.empty(s, dtype=torch.bfloat16), [(0, width)] if n == 1 else [(0, width // 2), (width // 2, width)]
         for S, r in ((8, 16), (3, 5), (2, 64)):
-            adapters.add_pairs(new(T, width), new(T, n, S * r), new(n, S, r, K), new(S, r, width), cuts, torch.ones(T, dtype=torch.int64))
+            for add in (True, False): adapters.own_share(new(T, width), new(T, n, S * r), new(n, S, r, K), new(S, r, width), cuts, torch.ones(T, dtype=torch.int64), add)
+    kernels.add_norm(torch.empty(8, 4096), new(8, 4096), new(4096), new(8, 4096), 1e-6, more=new(8, 4096))
+    kernels.silu_mul(new(8, 24576), new(8, 24576))
     kinds = {n for n, _ in compiled}
     assert all("cubin" in k.asm for k in compiled.values())
     print(len(compiled), "kernels of", len(kinds), "kinds")

@@ -10,6 +10,7 @@ import torch
 from llminfer.benchmark import judge_greedy, logit_difference
 from llminfer.config import CacheConfig, EngineConfig
 from llminfer.loading import load_model, make_tiny, open_checkpoint
+from llminfer.parallel import one_shot_possible
 from llminfer.ranks import RankedEngine, state_digest
 from llminfer.request import GenerationRequest
 
@@ -71,6 +72,7 @@ def test_one_shot_sums_like_nccl(folder, dtype):
         e = engine(folder, 2, dtype)
         shot = e.ranks.comm.one_shot
         print("one shot:", shot and shot.most)
+        assert (shot is not None) == one_shot_possible(e.ranks.comm), e.info()["tensor_parallel"]
         assert shot is None or "one shot up to 256 KiB" in e.info()["tensor_parallel"]
         if most == 0:
             e.unload()
@@ -91,3 +93,7 @@ def test_a_killed_rank_ends_a_step_that_waits_for_it(folder):
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(Exception, match="tensor-parallel rank 1 .* was killed by SIGKILL"): list(stream)
     assert time.monotonic() - t < 10 and not e.is_loaded
+    e.load()                                                   # rank 0's process is the old one, the other rank's is new
+    assert (e.ranks.comm.one_shot is not None) == one_shot_possible(e.ranks.comm), e.info()["tensor_parallel"]
+    assert len(e.generate([GenerationRequest("hello", max_new_tokens=24, temperature=0.0, ignore_eos=True)])[0].token_ids) == 24
+    e.unload()

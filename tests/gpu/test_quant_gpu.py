@@ -37,10 +37,10 @@ def test_products(kind, N, cols, dtype):
         y = F.rms_norm(x, (cols,), norm.float(), 1e-5) @ w.T
         for pdl in (False, True):
             out = torch.ones(B, N, device="cuda")
-            assert (K.quant_rows(p, x, out, add=True, pdl=pdl) - 1 - x @ w.T).abs().max() <= 2e-3 * (x @ w.T).abs().max()
+            assert (K.quant_rows(p, x, out, add=True, pdl=pdl) - 1 - x @ w.T).abs().max() <= (4e-3 if kind.startswith("int4") else 2e-3) * (x @ w.T).abs().max()
             if N % 2 == 0:
                 got, want = K.quant_rows(p, x, torch.empty(B, N2, device="cuda"), norm, pair=True, eps=1e-5, pdl=pdl), F.silu(y[:, :N2]) * y[:, N2:]
-                assert (got - want).abs().max() <= 4e-3 * want.abs().max()
+                assert (got - want).abs().max() <= (8e-3 if kind.startswith("int4") else 4e-3) * want.abs().max()
 
 
 @torch.inference_mode()
@@ -58,7 +58,7 @@ def test_every_code_comes_back(kind):
 @pytest.mark.parametrize("mode", ["nf4", "fp4", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("captured", [True, False])
 def test_the_engine_says_what_its_oracle_says(mode, captured, tmp_path):
-    "fp32, captured windows, batch and prompt: tokens of the expanded model, or a near tie."
+    "fp32, captured windows, batch and prompt: tokens of the expanded model, or a near tie (int4 adds 32 products in half precision: here up to 2% of the largest logit)."
     folder = make_tiny(tmp_path, "qwen3", 0, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     oracle = expanded(load_quantized(open_checkpoint(folder), mode, "float32", "cpu"))
     prompts = [[5, 300, 41], list(range(20, 90)), [7]]
@@ -67,7 +67,7 @@ def test_the_engine_says_what_its_oracle_says(mode, captured, tmp_path):
             out = e.run(prompt_token_ids=p, max_new_tokens=40, temperature=0.0, ignore_eos=True).token_ids
             logits = oracle.logits(p + out)[len(p) - 1:-1]
             gaps = logits.amax(-1) - logits.gather(1, torch.tensor(out)[:, None])[:, 0]
-            assert (gaps <= 4e-3 * logits.abs().max()).all(), (mode, gaps.max())
+            assert (gaps <= (2e-2 if mode == "int4" else 4e-3) * logits.abs().max()).all(), (mode, gaps.max())
         info = e.info()
     assert info["quant_kernels"].startswith("triton (8 of 8") and info["quant_products"].startswith(f"{mode} x 8")
 
