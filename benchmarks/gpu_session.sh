@@ -6,6 +6,7 @@
 #   benchmarks/gpu_session.sh steps       FlashInfer (its wheels), sampled against greedy, tails, layers, the ladder
 #   benchmarks/gpu_session.sh ranks       two GPUs: tests of two ranks, two ranks against one GPU, two replicas against one
 #   benchmarks/gpu_session.sh vllm        the vllm backend, `llminfer serve` against `vllm serve`
+#   benchmarks/gpu_session.sh compare     in process against vLLM, four models: two a GPU where there are two
 OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"
 export PYTHONPATH=.:tests:benchmarks:/tmp/extra PYTHONUNBUFFERED=1 FLASHINFER_WORKSPACE_BASE=/tmp/fi OMP_NUM_THREADS=2
 DEMO="fp32_writes or low_precision or launches_never_wait_for_the_device or old_gpu or step_eagerly or demo_model"
@@ -60,10 +61,20 @@ ranks() {
 }
 serve() { step "$1" 340 serve python3 benchmarks/serve_vs_vllm.py --vllm-site /tmp/site --ours-site /tmp/extra --logs "$OUT" --out "$OUT/serve_vs_vllm.json"; }
 backend() { PYTHONPATH=.:tests:/tmp/site VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 tests "$1" 200 tests_vllm -s -k "${VLLM_TESTS:-32 or 16}" tests/gpu/test_vllm_gpu.py; }
-vllm() {
+unpack() {
     mkdir -p /tmp/site; cat /tmp/parts/vllm.part.* | python3 -c "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|xz').extractall('/tmp/site')"
     python3 -m compileall -q -j 16 /tmp/site > /dev/null 2>&1
-    both serve backend
+}
+vllm() { unpack; both serve backend; }
+against() { # against GPU NAME MODELS HF_MODELS
+    step "$1" 450 "$2" python3 benchmarks/gpu_vs_vllm.py --models "$3" --arms ours,vllm,hf --hf-models "$4" --hf-pairs 1 --together --no-restart --deadline 390 --commit "$COMMIT" \
+        --vllm-site /tmp/site --folder "/tmp/models-$2" --logs "$OUT" --out "$OUT/$2.json"
+}
+against_small() { against "$1" against_small esme-214m,qwen3-0.6b esme-214m,qwen3-0.6b; }
+against_large() { against "$1" against_large qwen3-8b,demo none; }
+compare() {
+    unpack; demo_model; both against_large against_small
+    python3 benchmarks/gpu_vs_vllm.py --join "$OUT/against_small.json,$OUT/against_large.json" --out "$OUT/gpu_vs_vllm.json"
 }
 
 mkdir -p /tmp/extra

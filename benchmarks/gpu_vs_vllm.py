@@ -365,6 +365,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     ap.add_argument("--logs", default="", help="folder for the children's logs; default: beside --out")
     ap.add_argument("--load-timeout", type=float, default=400, help="seconds")
     ap.add_argument("--deadline", type=float, default=1e9, help="seconds after which no new measurement begins")
+    ap.add_argument("--join", type=items, default=[], help="no run: these records, of runs side by side on several GPUs of a host, become one in --out")
     ap.add_argument("--commit", default="", help="for the record, where git is not at hand")
     ap.add_argument("--out", default=str(ROOT / "benchmarks/records/gpu_vs_vllm.json"))
     a = ap.parse_args(argv)
@@ -444,8 +445,21 @@ class Settings:
             self.record.write()
 
 
+def join(a: argparse.Namespace) -> None:
+    "One record of several runs that differ in their models only."
+    record, parts = Record(a), [json.loads(Path(p).read_text()) for p in a.join]
+    record.data = parts[0]
+    for p in parts[1:]:
+        if p["settings"] != parts[0]["settings"]: sys.exit(f"other settings: {p['settings']} and {parts[0]['settings']}")
+        record.data["models"] |= p["models"]
+        record.data["rows"] += p["rows"]
+    record.data["environment"]["gpus_side_by_side"] = len(parts)
+    record.write()
+
+
 def main(argv: list[str] | None = None) -> None:
     a = arguments(argv)
+    if a.join: return join(a)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     record = Record(a)
     record.write()

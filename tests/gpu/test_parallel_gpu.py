@@ -42,7 +42,7 @@ def test_two_gpus_write_what_one_writes(folder, kernels, dtype, graphs):
     "fp64 and fp32 by the oracle's rule; bf16: both ranks draw the same, and greedy tokens are within rounding of the oracle's best."
     requests = [GenerationRequest(max_new_tokens=24, ignore_eos=True, request_id=str(i), **kw) for i, kw in enumerate(ASKS if kernels == "torch" else FEW)]
     out = {}
-    for tp in (1, 2):
+    for tp in (1, 2) if dtype == "float64" else (2,):
         e = engine(folder, tp, dtype, kernels=kernels, compile_cudagraphs=graphs)
         for _ in range(3): out[tp] = e.generate(requests)      # twice eager, then what was captured meanwhile
         assert not [r.error for r in out[tp] if r.error]
