@@ -453,6 +453,9 @@ def join(a: argparse.Namespace) -> None:
         if p["settings"] != parts[0]["settings"]: sys.exit(f"other settings: {p['settings']} and {parts[0]['settings']}")
         record.data["models"] |= p["models"]
         record.data["rows"] += p["rows"]
+    order = list(MODELS)
+    record.data["rows"].sort(key=lambda r: (order.index(r["model"]), r["batch"]))
+    record.data["models"] = {m: record.data["models"][m] for m in order if m in record.data["models"]}
     record.data["environment"]["gpus_side_by_side"] = len(parts)
     record.write()
 
