@@ -51,6 +51,7 @@ steps() {
     tests 0 120 flashinfer -n 6 tests/gpu/test_flashinfer.py
     step 0 60 sampled python3 benchmarks/gpu_checks.py --only sampled --out "$OUT/gpu_checks.json"
     step 0 50 tails python3 benchmarks/kernel_table.py --tails --out "$OUT/tails_h200.json"
+    step 0 60 whole python3 benchmarks/layer_table.py --models qwen3-0.6b esme-214m --batches 4 8 --context 320 2048 --pool 100000 --seconds 50 --out "$OUT/whole_h200.json"
     step 0 30 layers python3 benchmarks/layer_table.py --models esme-214m --batches 8 16 1 --seconds 25 --out "$OUT/layers_h200.json"
     step 0 75 ladder python3 benchmarks/ladder.py --models esme-214m --batches 1,8,64 --deadline 60 --out "$OUT/ladder.json"
 }

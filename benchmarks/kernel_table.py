@@ -45,12 +45,13 @@ def build(name, dtype=torch.bfloat16):
 
 
 class World:
-    "B rows at one context over scattered pages."
-    def __init__(self, model, B, context, source=None, kv_dtype="auto"):
+    "B rows at one context over scattered pages; `pool`: tokens of the pool, if more than these need."
+    def __init__(self, model, B, context, source=None, kv_dtype="auto", pool=0):
         c, block = model.config, 16
         width = -(-(context + 256) // block)
         self.st = DecodeState(B, width * block, block, "cuda")
-        self.kv = POOLS[kv_dtype](c.n_layers, B * width + 1, block, c.n_kv_heads, c.head_dim, model.dtype, "cuda")
+        blocks = max(B * width, pool // block)
+        self.kv = POOLS[kv_dtype](c.n_layers, blocks + 1, block, c.n_kv_heads, c.head_dim, model.dtype, "cuda")
         self.sampler, self.ring = SamplerState(B + 1, c.vocab_size, "cuda"), Ring(64, B, torch.device("cuda"), pinned=True)
         self.attention, self.B, self.context = PagedAttention(self.kv, c.n_heads, windows=c.windows), B, context
         self.nb = -(-(context + 64) // block)     # for the torch program
@@ -58,7 +59,7 @@ class World:
         self.sampler.init_rows([RowInit(r, 0, params, ids, 3, 10 ** 6) for r in range(B)])
         g = torch.Generator("cuda").manual_seed(1)
         self.rows, self.tokens = torch.arange(B, device="cuda"), torch.randint(0, c.vocab_size - 2, (B,), generator=g, device="cuda")
-        self.st.table[:B] = torch.randperm(B * width, generator=g, device="cuda").view(B, width).int() + 1
+        self.st.table[:B] = torch.randperm(blocks, generator=g, device="cuda")[:B * width].view(B, width).int() + 1
         slots, G, E = torch.arange(2 * self.kv.n_slots, device="cuda"), c.n_kv_heads, c.head_dim
         for layer in range(c.n_layers):     # through the pool's own door: it may hold codes
             x = torch.empty(len(slots), G * E, dtype=(source or self).kv.dtype, device="cuda")

@@ -1,9 +1,10 @@
 """Microseconds of one captured decode step with five launches a layer, beside the eight of `FusedProgram`; logits checked first. Needs CUDA.
 
-    PYTHONPATH=. python3 benchmarks/layer_table.py [--models esme-214m ...] [--batches 1 8 64] [--tune 1 8] [--parts] [--out FILE]
+    PYTHONPATH=. python3 benchmarks/layer_table.py [--models esme-214m ...] [--batches 1 8 64] [--tune 1 8] [--parts] [--context 320] [--pool 100000] [--out FILE]
 
 `--tune` tries other launches of each product, one kind after the other, on the whole step, and keeps the best."""
 import argparse
+import itertools
 import os
 import time
 import torch
@@ -84,19 +85,23 @@ def tune(program, w, step, best, deadline):
 
 
 @torch.inference_mode()
-def measure(name, model, exact, B, context, tuned, parts, deadline):
-    w = World(model, B, context)
+def measure(name, model, exact, B, context, pool, tuned, parts, deadline):
+    w = World(model, B, context, pool=pool)
     fused, layers = FusedProgram(model, w.attention), LayerProgram(model, w.attention)
     layers.most_tiles = 256
-    ref = World(exact, B, context, w)
+    ref = World(exact, B, context, w, pool=pool)
     want = ref.logits(T.TorchProgram(exact, ref.attention))
-    row = {"model": name, "batch": B, "context": context, "error_fused": distance(w.logits(fused, distinct=True), want),
+    row = {"model": name, "batch": B, "context": context, "pool": pool, "error_fused": distance(w.logits(fused, distinct=True), want),
            "us_fused": time_step(full_step(fused, w, distinct=True), w, 8)}
     t = time.time()
     row["error"] = distance(w.logits(layers, distinct=True), want)
     row["compile_s"] = time.time() - t
     step = full_step(layers, w, distinct=True)
     row["us"] = time_step(step, w, 8)
+    if B > layers.most_rows and L.WHOLE[0] <= B * model.config.n_heads <= L.WHOLE[1]:      # attention in splits instead
+        kept, L.WHOLE = L.WHOLE, (1, 0)
+        row["us_split"] = time_step(full_step(layers, w, distinct=True), w, 8)
+        L.WHOLE = kept
     layers.pdl = False
     row["us_no_pdl"] = time_step(step, w, 8)
     layers.pdl = True
@@ -116,7 +121,8 @@ def main():
     ap = argparse.ArgumentParser()
     ap.add_argument("--models", nargs="+", default=["esme-214m", "qwen3-0.6b"], choices=list(T.SHAPES))
     ap.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
-    ap.add_argument("--context", type=int, default=320)
+    ap.add_argument("--context", type=int, nargs="+", default=[320])
+    ap.add_argument("--pool", type=int, default=0, help="tokens that the pool has room for, if more than the rows need")
     ap.add_argument("--tune", nargs="*", type=int, default=[], help="batches")
     ap.add_argument("--parts", action="store_true", help="what the step loses without each part")
     ap.add_argument("--seconds", type=int, default=200)
@@ -125,9 +131,9 @@ def main():
     rows, deadline = [], time.time() + a.seconds
     for name in a.models:
         models = T.build(name)
-        for B in a.batches:
+        for B, context in itertools.product(a.batches, a.context):
             if time.time() > deadline: break
-            try: rows.append(measure(name, *models, B, a.context, B in a.tune, a.parts, deadline))
+            try: rows.append(measure(name, *models, B, context, a.pool, B in a.tune, a.parts, deadline))
             except Exception as e: print("FAILED", name, B, type(e).__name__, str(e)[:2000], flush=True)
         del models
     T.write_record(a.out, "layers", rows)
