@@ -103,7 +103,7 @@ def main():
     ap.add_argument("--dtype", default="auto")
     ap.add_argument("--tokens", type=int, default=50, help="for each of ten prompts")
     ap.add_argument("--speed-tokens", type=int, default=0, help="0: 3 on a CPU, 128 on a GPU")
-    ap.add_argument("--out", default=str(ROOT / "benchmarks/records/quant_table.json"))
+    ap.add_argument("--out", help="the record; default: printed only")
     a = ap.parse_args()
     device, rows = torch.device(a.device), []
     dtype = {"auto": torch.float32 if device.type == "cpu" else torch.bfloat16}.get(a.dtype) or getattr(torch, a.dtype)
@@ -115,7 +115,9 @@ def main():
         prompts, ids = [tok.encode(p) for p in STARTS], tok.encode((ROOT / "benchmarks/quant_text.txt").read_text(encoding="utf-8"))[:min(512, ckpt.config.max_position_embeddings)]
         with torch.inference_mode(): texts = written(judge, prompts, a.tokens)
         for kind in a.kinds:
-            if kind == "gguf" and ckpt.format != "gguf": continue
+            if kind == "gguf" and ckpt.format != "gguf":
+                print(f"{name:6s} gguf        left out: its weights are not quantised in the file", flush=True)
+                continue
             rows.append(row(name, kind, ckpt, dtype, device, judge, prompts, texts, ids, n_speed))
             r = rows[-1]
             print(f"{name:6s} {kind:11s} {r['bits']:6.2f} bits, KV {r['kv_bits']:5.2f} {r['model_mb']:8.2f} MB {r['tok_s']:8.1f} tok/s  error {r['p50']:.3f} {r['p999']:.3f} {r['max']:.3f}  "
@@ -123,7 +125,7 @@ def main():
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     record = {"kind": "quant_table", "rows": rows, "environment": {"device": gpu or "cpu", "threads": torch.get_num_threads(), "dtype": str(dtype).removeprefix("torch."),
               "python": sys.version.split()[0], "torch": torch.__version__, "date": datetime.now(UTC).isoformat(timespec="seconds")}}
-    Path(a.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if a.out: Path(a.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__": main()

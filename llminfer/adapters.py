@@ -31,10 +31,10 @@ except ImportError:   # a machine without Triton can import this module
 # %% auto #0
 __all__ = ['PRODUCTS', 'REFUSED', 'IGNORED', 'PLAIN_INITS', 'PREFIX', 'STRANGERS', 'FEW', 'MOST_APART', 'Target',
            'adapter_targets', 'AdapterError', 'short_name', 'bad_adapter', 'check_kind', 'LoraConfig', 'read_words',
-           'read_numbers', 'read_lora_config', 'Adapter', 'wanted_modules', 'read_adapter', 'tensor_name',
-           'content_digest', 'check_names', 'read_pair', 'make_adapter', 'merged', 'own_pairs', 'all_pairs',
-           'pairs_kernel', 'own_share', 'tile_width', 'Places', 'LoraLinear', 'beside', 'Stacks', 'write_slot',
-           'drop_stacks', 'stacks_svg']
+           'read_numbers', 'read_lora_config', 'Adapter', 'wanted_modules', 'read_adapter', 'adapter_path',
+           'tensor_name', 'content_digest', 'check_names', 'read_pair', 'make_adapter', 'merged', 'own_pairs',
+           'all_pairs', 'pairs_kernel', 'own_share', 'tile_width', 'Places', 'LoraLinear', 'beside', 'Stacks',
+           'write_slot', 'drop_stacks', 'stacks_svg']
 
 # %% ../nbs/18_adapters.ipynb #525e24c8
 PRODUCTS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}   # as `Layer` packs them
@@ -132,9 +132,9 @@ class LoraConfig:
         "Whether the adapter has a pair for this module."
         if self.exclude and self._hit(self.exclude, module) or not self._hit(self.targets, module): return False
         if self.layers is None or isinstance(self.targets, str): return True
-        patterns = [rf"(?:^|.*?\.){p}\.(\d+)\." for p in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
+        patterns = [rf"(?:^|.*?\.)(?:{p})\.(?P<layer>\d+)\." for p in self.layers_pattern] or [r".*?\.[^.]*\.(?P<layer>\d+)\."]
         m = next((m for p in patterns if (m := self._match(p, module))), None)
-        return m is not None and int(m[1]) in self.layers
+        return m is not None and int(m["layer"]) in self.layers
 
 # %% ../nbs/18_adapters.ipynb #e1cbff48
 def read_words(d: Mapping[str, Any], key: str, where: Path) -> str | tuple[str, ...]:
@@ -202,7 +202,7 @@ def read_adapter(
     dtype: torch.dtype,   # of its weights
 ) -> Adapter:
     "Read and check a LoRA adapter in PEFT's format; raises `AdapterError`, and then nothing is kept."
-    path = Path(path).expanduser()
+    path = adapter_path(path)
     where, file = path / "adapter_config.json", path / "adapter_model.safetensors"
     try:
         if not path.is_dir(): raise LoadError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}; an adapter is "
@@ -217,6 +217,16 @@ def read_adapter(
     except LoadError as e: raise AdapterError(str(e), "adapter_path", "invalid_adapter") from None
     return Adapter(path, content_digest(raw, {m: cfg.scale(m) for m in modules}), max(a.shape[0] for a, _ in pairs.values()), pairs,
         str(d.get("base_model_name_or_path") or ""))
+
+def adapter_path(path: str | Path) -> Path:
+    "What a path means here; `AdapterError` for what is none."
+    try:
+        if not str(path): raise ValueError("it is empty")
+        (out := Path(path).expanduser()).exists()
+        return out
+    except (TypeError, ValueError, RuntimeError, OSError) as e:
+        why = e.strerror if isinstance(e, OSError) else str(e)
+        raise AdapterError(f"{short_repr(path)} is no path of an adapter: {why}", "adapter_path", "invalid_adapter") from None
 
 def tensor_name(module: str, side: str) -> str: return f"{PREFIX}{module}.lora_{side}.weight"
 

@@ -283,6 +283,8 @@ def save_trace(trace: Any, path: Path) -> None:
 def session(cfg: EngineConfig, g: SamplingFlags | None = None) -> Iterator[Any]:   # InferenceEngine
     "A loaded engine for the length of a block."
     if g and g.trace: check_writable(g.trace)
+    if g and g.adapter is None and g.adapter_name != SamplingFlags.adapter_name:
+        raise ConfigError(f"adapter_name {g.adapter_name!r} is the name of an adapter: give --adapter too")
     with status("Starting..."):
         from llminfer.engine import InferenceEngine
         engine = InferenceEngine(cfg)

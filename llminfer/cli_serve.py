@@ -143,6 +143,7 @@ def serve_config(s: ServeFlags) -> tuple[EngineConfig, list[str]]:   # (settings
         if (v := getattr(s, name)) not in among: raise ConfigError(f"{name} must be {' or '.join(among)}; got {v!r}")
     for name, (low, high) in RANGES.items():
         if (v := getattr(s, name)) is not None and not low <= v <= high: raise ConfigError(f"{name} must be from {low} to {high}; got {v}")
+    if s.lora_dir is not None and not s.lora_dir.is_dir(): raise ConfigError(f"lora_dir {s.lora_dir} is not a folder")
     backend = Backend.PAGED if s.backend in ("esme", "dense", "qwen") else Backend(s.backend)
     attention = "torch" if s.attention_backend in ("torch_sdpa", "torch_naive") else s.attention_backend
     kernels = "torch" if not s.fused_elementwise and s.kernels == "auto" else s.kernels
@@ -176,9 +177,12 @@ def choices(info: dict[str, Any], s: ServeFlags) -> list[Choice]:
             c("step", f"{d('max_num_batched_tokens'):,} tokens", "--prefill-chunk-size", "max_num_batched_tokens"),
             c("window", f"{d('window_steps')} steps a launch", "--decode-window-size", "decode_window_size"),
             c("prefix cache", "on" if d("prefix_cache") else "off", "--no-prefix-cache", "prefix_cache", "paged_kv")]
+    linear = ("--dtype", "dtype") if s.quant == base.quant else ("--quant", "quant")
     names = (("steps", "--no-decode-graphs", "decode_graphs"), ("kernels", "--kernels", "kernels"),
-             ("attention", "--attention-backend", "attention_backend"), ("linear", "--dtype", "dtype"))
+             ("attention", "--attention-backend", "attention_backend"), ("linear", *linear),
+             ("speculation", "--spec-num-assistant-tokens", "spec_num_assistant_tokens"))
     rows += [c(name, d(name), flag, field) for name, flag, field in names if d(name)]
+    if s.lora_modules: rows.append(c("adapters", ", ".join(w.partition("=")[0] for w in s.lora_modules), "--lora-modules", "lora_modules"))
     if s.replicas > 1: rows.insert(0, c("replicas", f"{s.replicas}, by prefix", "--replicas", "replicas"))
     return rows + [c("queue", f"{s.max_queue_size:,} requests", "--max-queue-size", "max_queue_size"),
                    c("drain", f"{s.drain:g} s", "--drain", "drain")]

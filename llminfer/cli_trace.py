@@ -23,12 +23,14 @@ def quantile(values: list[float], q: float) -> float | None:
 def summary(trace: Trace) -> dict[str, Any]:
     "What a run did, as numbers."
     r, ends, waits = StepReplay(), dict[str, int](), list[float]()
-    steps = preempted = evicted = cached = read = peak = 0
+    steps = preempted = evicted = cached = read = peak = guessed = right = 0
     busy = 0.0
     for e in trace.events:
         r.apply(e)
         match e["event"]:
-            case "step": steps, busy, read, peak = steps + 1, busy + e["ms"] / 1e3, read + e["prefill"], max(peak, e["used"])
+            case "step":
+                steps, busy, read, peak = steps + 1, busy + e["ms"] / 1e3, read + e["prefill"], max(peak, e["used"])
+                for _, tried, ok in e.get("spec", ()): guessed, right = guessed + tried, right + ok
             case "preempt": preempted += 1
             case "evict": evicted += len(e["blocks"])
             case "admit": cached += e["cached"]
@@ -39,7 +41,8 @@ def summary(trace: Trace) -> dict[str, Any]:
         "tokens_per_second": round(r.n_tokens / busy, 1) if busy else None,
         "prompt_tokens_read": read, "prompt_tokens_cached": cached, "ttft_ms_p50": quantile(waits, 0.5), "ttft_ms_p95": quantile(waits,
             0.95),
-        "blocks": r.n_blocks - 1 if r.n_blocks else None, "blocks_held_peak": peak, "blocks_evicted": evicted, "preemptions": preempted}
+        "blocks": r.n_blocks - 1 if r.n_blocks else None, "blocks_held_peak": peak, "blocks_evicted": evicted, "preemptions": preempted,
+        "draft_tokens": guessed, "accepted_tokens": right}
 
 # %% ../nbs/27d_cli_trace.ipynb #3313eae3
 def in_words(s: dict[str, Any]) -> list[str]:
@@ -53,6 +56,7 @@ def in_words(s: dict[str, Any]) -> list[str]:
         f"memory: at most {s['blocks_held_peak']:,} blocks held, of a pool that the log does not tell, " if s["blocks"] is None else
         f"memory: at most {s['blocks_held_peak']:,} of {s['blocks']:,} blocks held, "]
     lines[-1] += f"{s['blocks_evicted']:,} evicted, {s['preemptions']:,} preemptions"
+    if s["draft_tokens"]: lines.append(f"guesses: {s['draft_tokens']:,} tokens ahead, {s['accepted_tokens']:,} of them right")
     if s["preemptions"]:
         lines.append("the pool was too small for this load: give it more blocks (--num-blocks) or fewer rows (--max-num-seqs)")
     return lines

@@ -344,7 +344,7 @@ def quantised(cfg: EngineConfig, device: str) -> dict[str, Any]:
     "Arguments that load weights with bitsandbytes."
     mode = cfg.quant.mode.value
     if find_spec("bitsandbytes") is None:
-        raise ConfigError(f"quant mode {mode!r} on the eager backend needs bitsandbytes: pip install 'llminfer[quant]'")
+        raise ConfigError(f"quant mode {mode!r} on the {cfg.backend.value} backend needs bitsandbytes: pip install 'llminfer[quant]'")
     transformers: Any = import_module("transformers")
     return {"quantization_config": transformers.BitsAndBytesConfig(**cfg.quant.to_bnb_kwargs()), "device_map": {"": device}}
 

@@ -104,10 +104,24 @@ class ContinuousEngine(BaseEngine):
         "`run_requests`."
         return self.run_requests(requests)
 
-    def load_adapter(self, adapter_path: str, adapter_name: str = "default") -> None: self.ready().load_adapter(adapter_path, adapter_name)
-    def set_adapter(self, adapter_name: str) -> None: self.ready().set_adapter(adapter_name)
-    def unload_adapter(self, adapter_name: str | None = None) -> None: self.ready().unload_adapter(adapter_name)
-    def list_adapters(self) -> list[str]: return self.ready().list_adapters()
+    def load_adapter(self,
+        adapter_path: str,                # folder in PEFT's format, or a hub id
+        adapter_name: str = "default",    # requests ask for it with `adapter=`
+    ) -> None:
+        "Load a LoRA adapter and make it the one of requests that name none; raises `AdapterError`."
+        self.ready().load_adapter(adapter_path, adapter_name)
+
+    def set_adapter(self, adapter_name: str | None) -> None: # None: the base model
+        "Choose a loaded adapter for requests that name none."
+        self.ready().set_adapter(adapter_name)
+
+    def unload_adapter(self, adapter_name: str | None = None) -> None: # None: the one that is set
+        "Free an adapter when the last request that has it has ended."
+        self.ready().unload_adapter(adapter_name)
+
+    def list_adapters(self) -> list[str]:
+        "Names of the loaded adapters."
+        return self.ready().list_adapters()
 
     async def run_requests_continuous_async(self, requests: Sequence[GenerationRequest],
         max_queue_size: int | None = None) -> list[GenerationResult]:
@@ -210,7 +224,10 @@ def engine_info(cfg: EngineConfig, backend: BaseBackend) -> dict[str, Any]:
     "The contract's keys, then what the backend says of itself."
     names = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "batch_timeout_ms", "hf_revision", "hf_local_files_only",
         "compile_fullgraph", "compile_cudagraphs", "speculative_num_assistant_tokens", "speculative_confidence_threshold")
-    return {"model": cfg.model_name, "backend": backend.name, "quantization": cfg.quant.mode.value,
+    facts, mode = backend.info(), cfg.quant.mode.value
+    if mode != "none" and facts and backend.name == "paged" and "quant_products" not in facts:
+        mode += ": of nothing, no matrix of this model can be held so"
+    return {"model": cfg.model_name, "backend": backend.name, "quantization": mode,
         "backend_reason": backend.chosen, "not_available": dict(backend.lacks), "assistant_model": cfg.assistant_model_name,
         "device": cfg.device, "paged_kv_enabled": cfg.cache.enable_paged_kv,
-        "loaded": backend.is_loaded} | {n: getattr(cfg, n) for n in names} | backend.info()
+        "loaded": backend.is_loaded} | {n: getattr(cfg, n) for n in names} | facts

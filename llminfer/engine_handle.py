@@ -122,7 +122,7 @@ def adapt(b: BaseBackend, op: str, name: str, path: str = "", replace: bool = Fa
     "Load or unload an adapter of a backend; requests that name none go on with the base model."
     try: b.load_adapter(path, name, activate=False, replace=replace) if op == "load" else b.unload_adapter(name)
     except NotImplementedError as e:
-        raise RequestError(f"{e}; serve with the paged backend", "lora_name", "unsupported_parameter") from None
+        raise RequestError(str(e), "lora_name", "unsupported_parameter") from None
 
 def loaded_adapters(b: BaseBackend) -> dict[str, str]: # name -> path
     books = getattr(b, "adapters", None)

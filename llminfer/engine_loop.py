@@ -324,9 +324,9 @@ class BackendFacts:
 class AdapterCalls(BackendFacts):
     "The calls about adapters, of a backend that has none."
     def load_adapter(self, path: str, name: str = "default", activate: bool = True, replace: bool = False) -> None:
-        raise NotImplementedError(f"{self.name} has no adapters")
-    def set_adapter(self, name: str | None) -> None: raise NotImplementedError(f"{self.name} has no adapters")
-    def unload_adapter(self, name: str | None = None) -> None: raise NotImplementedError(f"{self.name} has no adapters")
+        raise NotImplementedError(f"{self.name} has no adapters: use paged")
+    def set_adapter(self, name: str | None) -> None: raise NotImplementedError(f"{self.name} has no adapters: use paged")
+    def unload_adapter(self, name: str | None = None) -> None: raise NotImplementedError(f"{self.name} has no adapters: use paged")
     def list_adapters(self) -> list[str]: return []
 
 # %% ../nbs/20c_engine_loop.ipynb #1b67ee55

@@ -283,6 +283,7 @@ class Lifecycle(Traffic):
     starting: asyncio.Task[None] | None = None
     watcher: asyncio.Task[None] | None = None
     loader: asyncio.Future[None] | None = None
+    after_load: Callable[[EngineHandle], None] | None = None    # what belongs to the first start, in a thread
 
     def bind(self) -> None:
         if self.loop is asyncio.get_running_loop(): return
@@ -304,7 +305,9 @@ class Lifecycle(Traffic):
 
     async def load(self) -> None:
         "Body of `start`, once for all who call it."
-        try: await self.load_handle()
+        try:
+            await self.load_handle()
+            if self.after_load: await asyncio.to_thread(self.after_load, self.handle)
         except BaseException:
             if self.phase == "loading": self.phase = "new"
             raise

@@ -406,6 +406,18 @@ def test_windows_without_adapters_never_meet_one(runner):
     assert generate(core, [prompt(0, 13)], greedy) == [text_of("llama", None, prompt(0, 13), 10)]
 
 
+@pytest.mark.parametrize("path, words", [("", "it is empty"), ("~nosuch/x", "home directory"), ("a/" * 2500, "too long"), (None, "no path")])
+def test_what_is_no_path(path, words):
+    with pytest.raises(AdapterError, match=words): engine().load_adapter(path)
+
+def test_layers_patterns_with_groups(tmp_path):
+    "A group of the pattern's own is not the layer's number."
+    c = tiny()[1].config
+    for pattern in ("(la)yers", "model|layers"):
+        read = read_adapter(make_adapter(tmp_path / "a", c, targets=["q_proj"], layers_to_transform=[0], layers_pattern=pattern), c, torch.float32)
+        assert list(read.pairs) == ["model.layers.0.self_attn.q_proj"]
+
+
 # the server
 
 @pytest.fixture
@@ -435,7 +447,7 @@ def test_clients_choose_load_and_unload(lora_dir):
         for kw, status, param, words in ((dict(lora_name="x", lora_path="../outside"), 400, "lora_path", "does not lie in"), (dict(lora_name="x", lora_path=str(lora_dir.parent / "outside")), 400, "lora_path", "does not lie in"),
                 (dict(lora_name="x", lora_path="link"), 400, "lora_path", "does not lie in"), (dict(lora_name="x", lora_path="broken"), 400, "lora_path", "missing"),
                 (dict(lora_name="second", lora_path="list"), 400, "lora_name", "is loaded"), (dict(lora_name="base", lora_path="list"), 400, "lora_name", "names the model itself"),
-                (dict(lora_name="x"), 400, "lora_path", "")):
+                (dict(lora_name="x"), 400, "lora_path", ""), (dict(lora_name="x", lora_path="a/" * 2500), 400, "lora_path", "too long")):
             r = post("load", **kw)
             assert (r.status_code, r.json()["error"]["param"]) == (status, param) and words in r.json()["error"]["message"], r.text
         assert post("load", lora_name="second", lora_path="list", load_inplace=True).status_code == 200 and text("second") == text("first")
@@ -443,6 +455,9 @@ def test_clients_choose_load_and_unload(lora_dir):
         assert say("second").status_code == 404 and say("second").json()["error"]["code"] == "model_not_found"
         r = post("unload", lora_name="second")
         assert r.status_code == 404 and r.json()["error"]["code"] == "adapter_not_found" and text("base") == base
+    from llminfer.config import ConfigError
+    for modules, words in (({"a": str(lora_dir / "broken")}, "'a': .*missing"), ({"base": str(lora_dir / "all")}, "'base' is the name of the model itself")):
+        with pytest.raises(ConfigError, match=words), TestClient(create_openai_app(engine(), served_model_name="base", lora_modules=modules)): pass
     with TestClient(create_openai_app(e)) as c:
         assert c.post("/v1/load_lora_adapter", json=dict(lora_name="x", lora_path="all")).status_code == 404
 

@@ -67,9 +67,9 @@ SHARED_REFUSED = ["-b vllm", "--backend upstream", "--quant gguf", "-q int3", "-
     "--max-model-len 513", "--max-num-seqs 0", "--threads 0", "--num-blocks 1", "--decode-window-size 0", "--prefill-chunk-size 0",
     "--kernels mps", "--attention-backend magic", "--tokenizer /nowhere/tok", "--chat-template /nowhere/t.jinja"]
 GENERATE = ["--max-tokens 1", "--temp 0", "--top-p 0.5", "--top-k 5", "--repetition-penalty 1.1", "--no-repeat-ngram-size 2", "--stop END,STOP", "--seed 42", "--bad-words foo,bar",
-    "--min-p 0.1", "--presence-penalty 1", "--frequency-penalty -1", "--ignore-eos", "--min-tokens 2", "--adapter-name x", "--chat", "--no-chat", "--system hi", "--force-words foo"]
+    "--min-p 0.1", "--presence-penalty 1", "--frequency-penalty -1", "--ignore-eos", "--min-tokens 2", "--chat", "--no-chat", "--system hi", "--force-words foo"]
 GENERATE_REFUSED = ["--adapter some/lora", "--assistant-model demo", "--temp 9", "--top-p 0", "--top-k -2", "--min-p 2", "--seed x", "--max-tokens -1", "--logprobs 21",
-    "--repetition-penalty 0", "--no-repeat-ngram-size -1", "--presence-penalty 3", "--frequency-penalty x", "--min-tokens 5", "--temp nan"]
+    "--repetition-penalty 0", "--no-repeat-ngram-size -1", "--presence-penalty 3", "--frequency-penalty x", "--min-tokens 5", "--temp nan", "--adapter-name x"]
 
 def split(line):
     name, _, value = line.partition(" ")
@@ -406,7 +406,7 @@ def test_info_shows_engine_and_cache(tiny):
     assert d["engine"]["block_size"] == d["cache"]["page_size_tokens"] == 8 and d["machine"]["llminfer"] == "0.1.0" and d["self_check"] == []
 
 @pytest.mark.parametrize("flags, off", [("--dtype float32", {"decode steps"}), ("--dtype float64 --page-size-tokens 3", {"packed linear", "decode steps"}), ("--dtype bfloat16", {"packed linear", "decode steps"}),
-    ("--no-paged-kv", {"prefix cache", "decode steps"}), ("--max-model-len 8", {"prefix cache", "decode steps"}), ("--max-model-len 2", {"prefix cache", "decode steps"})])
+    ("--quant int8", {"decode steps"}), ("--no-paged-kv", {"prefix cache", "decode steps"}), ("--max-model-len 8", {"prefix cache", "decode steps"}), ("--max-model-len 2", {"prefix cache", "decode steps"})])
 def test_self_check(flags, off, tiny):
     checks = {c["name"]: c for c in json.loads(ok("info", "-m", tiny, "--self-check", "--json", *flags.split()))["self_check"]}
     ours = {"packed linear", "paged attention", "prefix cache", "decode steps"}
@@ -432,3 +432,10 @@ def test_the_demo_draws_the_pool():
     assert code == 0 and err == "" and max(map(len, out.splitlines())) <= 96
     for part in ("A's prompt is in", "all four run", "B has ended", "nothing is held", "=", "What does a bee", "ttft="): assert part in out
     assert re.search(r"\ntokens=\d+  latency=\d+ms  ttft=\d+ms  tok/s=\d", out) and "0 held" in out
+
+def test_a_trace_tells_guesses(tiny, tmp_path):
+    "As many as the run itself counted."
+    d = json.loads(ok("run", "the cat the cat the cat the cat", "-m", tiny, "--no-chat", "--temp", 0, "--max-tokens", 60, "--ignore-eos", "--json", "--trace", tmp_path / "t"))
+    s, words = json.loads(ok("trace", tmp_path / "t", "--json")), ok("trace", tmp_path / "t")
+    assert (s["draft_tokens"], s["accepted_tokens"]) == (d["stats"]["draft_tokens"], d["stats"]["accepted_tokens"]) and s["draft_tokens"] > 0
+    assert f"guesses: {s['draft_tokens']:,} tokens ahead, {s['accepted_tokens']:,} of them right" in words

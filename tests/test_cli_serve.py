@@ -47,7 +47,7 @@ def test_no_flag_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
         return repr((cfg, cfg.hf_token, cfg.upstream_api_key, notes, seen, ending.drain_s, hints(s, notes)))
     other = {"backend": "eager", "kv_cache_dtype": "int8", "bundle": "b", "model": "m", "device": "cpu", "dtype": "float64", "quant": "int8", "attention_backend": "torch", "kernels": "torch", "preemption_policy": "off", "engine": "process",
         "log_level": "error", "log_format": "json", "metrics_names": "both", "reasoning_field": "reasoning", "host": "0.0.0.0", "gpu_memory_utilization": 0.5, "spec_confidence_threshold": 0.5, "api_key_file": Path("k"),
-        "decode_graph_buckets": ["1,2"], "served_model_name": ["x"], "cors_origin": ["*"], "lora_modules": ["n=p"], "lora_dir": "d", "api_key": ["k"], "max_queue_tokens": 5, "spec_method": "self"}
+        "decode_graph_buckets": ["1,2"], "served_model_name": ["x"], "cors_origin": ["*"], "lora_modules": ["n=p"], "lora_dir": Path(), "api_key": ["k"], "max_queue_tokens": 5, "spec_method": "self"}
     plain, elsewhere = ServeFlags(), {"port", "json", "open"}       # these are tested with a server below
     before, refusals = effect(plain), set()
     for f in fields(ServeFlags):

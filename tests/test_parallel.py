@@ -1,9 +1,12 @@
 """A model split over ranks writes what it writes on one; when a rank goes, all go, and say why. Gloo on this CPU stands in for NCCL."""
+import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 import numpy as np
 import pytest
@@ -198,6 +201,31 @@ def test_when_a_rank_is_gone_all_are_and_the_next_request_starts_anew(folder, ca
     os.kill(pids[0], signal.SIGTERM)
     assert wait_for_death() and "rank 1" in caplog.messages[-1] and "SIGTERM" in caplog.messages[-1]
     e.unload()
+
+def test_adapters_survive_their_ranks_and_groups_do_not(folder, tmp_path, monkeypatch):
+    "Loaded again and chosen as before, also behind a server's back; a rank that dies at the meeting ends the load; what is over is freed."
+    def say(**kw): return e.generate([GenerationRequest("hello", max_new_tokens=6, temperature=0.0, ignore_eos=True, **kw)])[0]
+    def kill(e): os.kill(e.ranks.members[0].proc.pid, signal.SIGKILL)
+    e = engine(folder)
+    for i, n in enumerate("ab"): e.load_adapter(str(make_adapter(tmp_path / n, e.model.full_config, i, r=4, strength=2.0)), n)
+    base, want = say(adapter="__base__").token_ids, say().token_ids
+    assert want == say(adapter="b").token_ids != base != say(adapter="a").token_ids
+    shutil.rmtree(tmp_path / "a")
+    kill(e)
+    end = time.monotonic() + 10
+    while e.is_loaded and time.monotonic() < end: time.sleep(0.02)
+    assert say().token_ids == want and e.list_adapters() == ["b"] and say(adapter="__base__").token_ids == base
+    assert "there is no adapter 'a'" in say(adapter="a").error
+    e.unload()
+    meet = ranks_module.meet
+    monkeypatch.setattr(ranks_module, "meet", lambda *a: (kill(e), meet(*a))[1])
+    with pytest.raises(Exception, match="rank 1 .* was killed by SIGKILL"): e.load()
+    monkeypatch.setattr(ranks_module, "meet", meet)
+    ref = weakref.ref((e.load(), e.ranks.comm)[1])
+    for _ in range(2): (e.unload(), e.load())
+    e.unload()
+    gc.collect()
+    assert ref() is None
 
 
 PARENT = """

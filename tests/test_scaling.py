@@ -278,7 +278,7 @@ def test_keys_travel_as_digests(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
 
 def test_what_serve_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     run = lambda *args: CliRunner().invoke(cli.app, ["serve", "--port", "0", "--device", "cpu", *args], prog_name="llminfer")
-    for args, words in ((["--replicas", "0"], "--replicas must be from 1"), (["--replicas", "2", "--lora-dir", "x"], "--lora-modules"), (["--replicas", "2", "--dashboard"], "one engine")):
+    for args, words in ((["--replicas", "0"], "--replicas must be from 1"), (["--replicas", "2", "--lora-dir", "."], "--lora-modules"), (["--replicas", "2", "--dashboard"], "one engine")):
         r = run(*args)
         assert r.exit_code == 2 and words in r.stderr and r.stderr.count("\n") == 1 and r.stdout == "", r.output
     real = find_spec
