@@ -237,6 +237,7 @@ class RanksEnd(RanksState):
         _log.error("%s", why)
         for m in self.members: m.proc.kill()
         if self.comm is not None: self.comm.abort()
+        shutil.rmtree(self.folder, ignore_errors=True)       # a process that ends with its ranks closes nothing
         self.on_lost()
 
     def close(self, seconds: float = 5.0) -> None:

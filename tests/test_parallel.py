@@ -217,9 +217,10 @@ def test_adapters_survive_their_ranks_and_groups_do_not(folder, tmp_path, monkey
     assert say().token_ids == want and e.list_adapters() == ["b"] and say(adapter="__base__").token_ids == base
     assert "there is no adapter 'a'" in say(adapter="a").error
     e.unload()
-    meet = ranks_module.meet
-    monkeypatch.setattr(ranks_module, "meet", lambda *a: (kill(e), meet(*a))[1])
+    meet, made = ranks_module.meet, []
+    monkeypatch.setattr(ranks_module, "meet", lambda *a: (made.append(Path(e.ranks.folder)), kill(e), meet(*a))[2])
     with pytest.raises(Exception, match="rank 1 .* was killed by SIGKILL"): e.load()
+    assert made and not made[0].exists()
     monkeypatch.setattr(ranks_module, "meet", meet)
     ref = weakref.ref((e.load(), e.ranks.comm)[1])
     for _ in range(2): (e.unload(), e.load())
