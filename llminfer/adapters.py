@@ -218,6 +218,7 @@ def read_adapter(
     return Adapter(path, content_digest(raw, {m: cfg.scale(m) for m in modules}), max(a.shape[0] for a, _ in pairs.values()), pairs,
         str(d.get("base_model_name_or_path") or ""))
 
+# %% ../nbs/18_adapters.ipynb #61369fa8
 def adapter_path(path: str | Path) -> Path:
     "What a path means here; `AdapterError` for what is none."
     try:

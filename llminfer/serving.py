@@ -311,9 +311,7 @@ class Lifecycle(Traffic):
         except BaseException:
             if self.phase == "loading": self.phase = "new"
             raise
-        if self.phase != "loading": return           # stopped meanwhile
-        self.phase = "up"
-        self.watcher = asyncio.create_task(self.watch())
+        if self.phase == "loading": self.phase, self.watcher = "up", asyncio.create_task(self.watch())     # not stopped meanwhile
 
     async def load_handle(self) -> None:
         "Load in a thread; one that is cancelled goes on there."

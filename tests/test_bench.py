@@ -253,7 +253,7 @@ def test_batch_killed_in_the_middle_goes_on(folder, tmp_path):
 def test_judge_says_its_verdict(tmp_path):
     home = ROOT / "benchmarks/registered"
     assert re.search("verdict: kept", ok("judge", home / "cpu_batch_8.toml"))
-    r = call("judge", home / "vllm_qwen3_8b_b1.toml", "--json")
+    r = call("judge", home / "cpu_llamacpp_b1.toml", "--json")
     assert r.exit_code == 1 and json.loads(r.stdout)["verdict"] == "regressed"
     record = json.loads((ROOT / "benchmarks/records/cpu_vs_hf.json").read_text())
     record["rows"][1]["tok_s"]["llminfer"] *= 2

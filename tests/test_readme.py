@@ -3,6 +3,8 @@ import json, os, re, shlex, subprocess, sys
 from pathlib import Path
 import pytest
 from house import ROOT
+from llminfer.adapters import make_adapter
+from llminfer.loading import open_checkpoint
 from support.served import served
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,6 +33,7 @@ def test_every_block_is_one_that_is_tried():
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c != SERVE], ids=lambda c: " ".join(shlex.split(c, comments=True)[:3]))
 def test_command(command, tmp_path):
     (tmp_path / "question.txt").write_text("What is the capital of France?\n", encoding="utf-8")
+    if "my-lora" in command: make_adapter(tmp_path / "my-lora", open_checkpoint("demo").config, r=4)
     out = shell(command, tmp_path, stdin="/set temperature 0\nWhat is the capital of France?\n")   # what `chat` reads
     assert out.strip()
     if "--temp 0" in command or " chat " in command: assert "Paris" in out
