@@ -499,6 +499,7 @@ class Life:
     metrics_names: Literal["llminfer", "vllm", "both"]
     wait_until_ready: bool
     drain_s: float | None
+
     async def begin(self) -> None:
         "Load, then count."
         engine = self.service.engine

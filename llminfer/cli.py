@@ -180,9 +180,9 @@ def put_result(engine: Any, result: GenerationResult) -> None:
         print(shown(o.text, is_tty(sys.stdout)))
         for line in token_lines(engine, result, o.index): print(line.rstrip())
     s, draft = result.stats, ""
-    if engine.cfg.assistant_model_name:
+    if engine.cfg.assistant_model_name and engine.cfg.speculative_num_assistant_tokens != 0:
         draft = f"  draft={s.accepted_tokens} of {s.draft_tokens} right" if s.draft_tokens else \
-            "  draft=not asked: it would not pay (--spec-confidence-threshold 0 asks always)"
+            "  draft=nothing guessed, as where it would not pay (--spec-confidence-threshold 0 guesses always)"
     print(f"latency={s.total_latency_ms:.0f}ms  tokens={s.generated_tokens}  tok/s={s.throughput_tokens_per_sec:.1f}  "
           f"ttft={s.time_to_first_token_ms:.0f}ms  finish={','.join(str(o.finish_reason) for o in result.outputs)}{draft}")
 

@@ -179,9 +179,11 @@ def choices(info: dict[str, Any], s: ServeFlags) -> list[Choice]:
             c("prefix cache", "on" if d("prefix_cache") else "off", "--no-prefix-cache", "prefix_cache", "paged_kv")]
     linear = ("--dtype", "dtype") if s.quant == base.quant else ("--quant", "quant")
     names = (("steps", "--no-decode-graphs", "decode_graphs"), ("kernels", "--kernels", "kernels"),
-             ("attention", "--attention-backend", "attention_backend"), ("linear", *linear),
-             ("speculation", "--spec-num-assistant-tokens", "spec_num_assistant_tokens"))
+             ("attention", "--attention-backend", "attention_backend"), ("linear", *linear))
     rows += [c(name, d(name), flag, field) for name, flag, field in names if d(name)]
+    if guesses := d("speculation"):
+        shown = "off" if guesses.startswith("off") else guesses       # why is long, and in `llminfer info`
+        rows.append(c("speculation", shown, "--spec-num-assistant-tokens", "spec_num_assistant_tokens"))
     if s.lora_modules: rows.append(c("adapters", ", ".join(w.partition("=")[0] for w in s.lora_modules), "--lora-modules", "lora_modules"))
     if s.replicas > 1: rows.insert(0, c("replicas", f"{s.replicas}, by prefix", "--replicas", "replicas"))
     return rows + [c("queue", f"{s.max_queue_size:,} requests", "--max-queue-size", "max_queue_size"),

@@ -226,7 +226,7 @@ def engine_info(cfg: EngineConfig, backend: BaseBackend) -> dict[str, Any]:
         "compile_fullgraph", "compile_cudagraphs", "speculative_num_assistant_tokens", "speculative_confidence_threshold")
     facts, mode = backend.info(), cfg.quant.mode.value
     if mode != "none" and facts and backend.name == "paged" and "quant_products" not in facts:
-        mode += ": of nothing, no matrix of this model can be held so"
+        mode += " (no matrix of this model can be held in it: all are dense)"
     return {"model": cfg.model_name, "backend": backend.name, "quantization": mode,
         "backend_reason": backend.chosen, "not_available": dict(backend.lacks), "assistant_model": cfg.assistant_model_name,
         "device": cfg.device, "paged_kv_enabled": cfg.cache.enable_paged_kv,

@@ -131,7 +131,7 @@ def fetch(
     try:
         with progress_if_seen(): return _download(huggingface_hub, *parts, args, patterns)
     except LoadError: raise
-    except Exception as e: raise LoadError(f"{shown}: {_why(e, revision, parts[1], local_files_only)}") from None
+    except Exception as e: raise LoadError(f"{shown}: {_why(e, revision, parts[1], local_files_only, patterns)}") from None
 
 # %% ../nbs/04e_hub.ipynb #c02bb1c1
 @contextmanager
@@ -164,7 +164,7 @@ def _download(hub: Any, repo: str, file: str | None, args: dict[str, Any], patte
 # %% ../nbs/04e_hub.ipynb #cb72ca23
 def _offline() -> bool: return os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
 
-def _why(e: Exception, revision: str | None, file: str | None, local_files_only: bool) -> str:
+def _why(e: Exception, revision: str | None, file: str | None, local_files_only: bool, patterns: tuple[str, ...]) -> str:
     "One line for an exception of the hub's client, without its text: that may hold a token."
     from huggingface_hub import errors
     if isinstance(e, errors.GatedRepoError): return "the model is gated: accept its terms on huggingface.co and pass a token (HF_TOKEN)"
@@ -178,4 +178,5 @@ def _why(e: Exception, revision: str | None, file: str | None, local_files_only:
         if status := getattr(getattr(cause, "response", None), "status_code", None): return f"the hub answers with status {status}"
         if isinstance(cause, ValueError): return "the hub's answer is not what its client expects: is a proxy or a login page in the way?"
     why = "downloads are off" if off else f"the hub cannot be reached ({type(cause).__name__})"
-    return f"no such file or folder, not in the hub's cache, and {why}: fetch it where there is a network, or use `demo`"
+    other = ", or use `demo`" if patterns == MODEL_FILES else ""
+    return f"no such file or folder, not in the hub's cache, and {why}: fetch it where there is a network{other}"

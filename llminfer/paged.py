@@ -92,7 +92,7 @@ def adapter_folder(cfg: EngineConfig, name: str) -> str | Path: # where the file
     if adapter_path(name).exists() or split_name(name) is None: return name
     hub = dict(token=cfg.hf_token, cache_dir=cfg.hf_cache_dir, local_files_only=cfg.hf_local_files_only)
     try: return fetch(name, patterns=ADAPTER_FILES, **hub)  # type: ignore[arg-type]
-    except LoadError as e: raise AdapterError(str(e).replace(", or use `demo`", ""), "adapter_path", "invalid_adapter") from None
+    except LoadError as e: raise AdapterError(str(e), "adapter_path", "invalid_adapter") from None
 
 class PagedEngine(AdaptedBackend):
     "The same, with what it says of itself."

@@ -17,6 +17,7 @@ import pytest
 import torch
 from llminfer.adapter_books import Adapters
 from llminfer.adapters import AdapterError, LoraLinear, Places, all_pairs, make_adapter, own_pairs, read_adapter
+from llminfer.config import ConfigError
 from llminfer.core import CoreConfig, EngineCore, generate, make_core
 from llminfer.cuda_graphs import GraphRunner
 from llminfer.formats import read_safetensors, write_safetensors
@@ -455,7 +456,6 @@ def test_clients_choose_load_and_unload(lora_dir):
         assert say("second").status_code == 404 and say("second").json()["error"]["code"] == "model_not_found"
         r = post("unload", lora_name="second")
         assert r.status_code == 404 and r.json()["error"]["code"] == "adapter_not_found" and text("base") == base
-    from llminfer.config import ConfigError
     for modules, words in (({"a": str(lora_dir / "broken")}, "'a': .*missing"), ({"base": str(lora_dir / "all")}, "'base' is the name of the model itself")):
         with pytest.raises(ConfigError, match=words), TestClient(create_openai_app(engine(), served_model_name="base", lora_modules=modules)): pass
     with TestClient(create_openai_app(e)) as c:

@@ -206,22 +206,26 @@ def test_adapters_survive_their_ranks_and_groups_do_not(folder, tmp_path, monkey
     "Loaded again and chosen as before, also behind a server's back; a rank that dies at the meeting ends the load; what is over is freed."
     def say(**kw): return e.generate([GenerationRequest("hello", max_new_tokens=6, temperature=0.0, ignore_eos=True, **kw)])[0]
     def kill(e): os.kill(e.ranks.members[0].proc.pid, signal.SIGKILL)
+    def kill_and_wait(e):
+        kill(e)
+        end = time.monotonic() + 10
+        while e.is_loaded and time.monotonic() < end: time.sleep(0.02)
     e = engine(folder)
     for i, n in enumerate("ab"): e.load_adapter(str(make_adapter(tmp_path / n, e.model.full_config, i, r=4, strength=2.0)), n)
     base, want = say(adapter="__base__").token_ids, say().token_ids
     assert want == say(adapter="b").token_ids != base != say(adapter="a").token_ids
     shutil.rmtree(tmp_path / "a")
-    kill(e)
-    end = time.monotonic() + 10
-    while e.is_loaded and time.monotonic() < end: time.sleep(0.02)
+    kill_and_wait(e)
     assert say().token_ids == want and e.list_adapters() == ["b"] and say(adapter="__base__").token_ids == base
     assert "there is no adapter 'a'" in say(adapter="a").error
-    e.unload()
     meet, made = ranks_module.meet, []
+    kill_and_wait(e)
     monkeypatch.setattr(ranks_module, "meet", lambda *a: (made.append(Path(e.ranks.folder)), kill(e), meet(*a))[2])
     with pytest.raises(Exception, match="rank 1 .* was killed by SIGKILL"): e.load()
     assert made and not made[0].exists()
     monkeypatch.setattr(ranks_module, "meet", meet)
+    assert say().token_ids == want and e.list_adapters() == ["b"]         # a load that failed has not forgotten them
+    e.unload()
     ref = weakref.ref((e.load(), e.ranks.comm)[1])
     for _ in range(2): (e.unload(), e.load())
     e.unload()

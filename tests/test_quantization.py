@@ -269,3 +269,9 @@ def test_the_paged_backend_takes_every_mode_and_says_so(mode, tmp_path):
         info = e.info()
     assert want.logits([5, 300, 41, *out])[2:-1].argmax(-1).tolist() == out
     assert info["quant_products"].startswith(f"{mode.value} x 8") and "torch" in info["quant_kernels"] and info["quantization"] == mode.value
+
+def test_a_mode_that_holds_nothing_is_told(tmp_path):
+    "Rows of 72 numbers are no whole groups: all stays dense, and info() says so."
+    folder = make_tiny(tmp_path, "llama", 0, hidden_size=72, intermediate_size=72, num_attention_heads=2, num_key_value_heads=1, head_dim=36)
+    with InferenceEngine(EngineConfig(model_name=folder, backend="paged", quant=QuantConfig("nf4"), device="cpu", max_model_len=64)) as e:
+        assert e.info()["quantization"].startswith("nf4 (no matrix") and "quant_products" not in e.info()
